@@ -1,0 +1,98 @@
+"""`RunConfig`: the tree of sections, and the tokens of the other owners. `ArgsView`: the flat view that hooks get."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from vime.config import sections as s
+
+__all__ = ["SECTIONS", "ArgsView", "RunConfig"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """One run. Sections are typed; the tokens of Megatron, vLLM and vllm-router stay raw and are theirs to validate."""
+
+    cluster: s.ClusterConfig = field(default_factory=s.ClusterConfig)
+    model: s.ModelConfig = field(default_factory=s.ModelConfig)
+    data: s.DataConfig = field(default_factory=s.DataConfig)
+    rollout: s.RolloutConfig = field(default_factory=s.RolloutConfig)
+    reward: s.RewardConfig = field(default_factory=s.RewardConfig)
+    eval: s.EvalConfig = field(default_factory=s.EvalConfig)
+    algorithm: s.AlgorithmConfig = field(default_factory=s.AlgorithmConfig)
+    training: s.TrainingConfig = field(default_factory=s.TrainingConfig)
+    weight_update: s.WeightUpdateConfig = field(default_factory=s.WeightUpdateConfig)
+    engine: s.EngineConfig = field(default_factory=s.EngineConfig)
+    checkpoint: s.CheckpointConfig = field(default_factory=s.CheckpointConfig)
+    logging: s.LoggingConfig = field(default_factory=s.LoggingConfig)
+    debug: s.DebugConfig = field(default_factory=s.DebugConfig)
+    megatron_tokens: tuple[str, ...] = ()  # e.g. ("--tensor-model-parallel-size", "2")
+    vllm_tokens: tuple[str, ...] = ()  # prefix stripped, e.g. ("--max-num-seqs", "64")
+    router_tokens: tuple[str, ...] = ()  # prefix stripped, e.g. ("--policy", "round_robin")
+    megatron: dict[str, Any] = field(default_factory=dict)  # what Megatron's parser made of its tokens (plain values)
+
+    @property
+    def args(self) -> ArgsView:
+        """The flat read-only view for hooks."""
+        return ArgsView(self)
+
+    def megatron_size(self, name: str) -> int:
+        """A parallel size that Megatron's parser resolved, e.g. "tensor_model_parallel_size"; 1 when not given."""
+        return int(self.megatron.get(name) or 1)
+
+    @property
+    def actor_world_size(self) -> int:
+        """Trainer processes."""
+        return self.cluster.actor_num_nodes * self.cluster.actor_num_gpus_per_node
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Trainer processes that see different samples."""
+        model = 1
+        for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
+            model *= self.megatron_size(name)
+        return self.actor_world_size // model
+
+    @property
+    def num_engines(self) -> int:
+        """vLLM engines that the run starts itself."""
+        if self.debug.debug_train_only:
+            return 0
+        total = self.cluster.rollout_num_gpus
+        return 1 if total is None else total // self.cluster.rollout_num_gpus_per_engine
+
+
+SECTIONS: dict[str, type] = {
+    f.name: f.default_factory  # type: ignore[misc]
+    for f in fields(RunConfig)
+    if isinstance(f.default_factory, type) and f.default_factory is not dict
+}
+
+
+class ArgsView:
+    """All sections' fields by their flat names (slime's `args`), read-only. Megatron's values answer after ours."""
+
+    __slots__ = ("_config", "_index")
+
+    def __init__(self, config: RunConfig) -> None:
+        index = {f.name: section for section, cls in SECTIONS.items() for f in fields(cls)}
+        object.__setattr__(self, "_config", config)
+        object.__setattr__(self, "_index", index)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._index:
+            return getattr(getattr(self._config, self._index[name]), name)
+        if name in self._config.megatron:
+            return self._config.megatron[name]
+        raise AttributeError(f"args has no '{name}'. Flags of this run are listed by `vime train --print-config`.")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"args is read-only ('{name}' was assigned). Keep your own state in your own object or in Sample.metadata.")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._index)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (ArgsView, (self._config,))
