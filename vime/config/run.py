@@ -33,10 +33,9 @@ class RunConfig:
     router_tokens: tuple[str, ...] = ()  # prefix stripped, e.g. ("--policy", "round_robin")
     megatron: dict[str, Any] = field(default_factory=dict)  # what Megatron's parser made of its tokens (plain values)
 
-    @property
-    def args(self) -> ArgsView:
-        """The flat read-only view for hooks."""
-        return ArgsView(self)
+    def args(self, **runtime: Any) -> ArgsView:
+        """The flat read-only view for hooks; `runtime` adds values known only once the run is up (router address, ...)."""
+        return ArgsView(self, runtime)
 
     def megatron_size(self, name: str) -> int:
         """A parallel size that Megatron's parser resolved, e.g. "tensor_model_parallel_size"; 1 when not given."""
@@ -72,16 +71,24 @@ SECTIONS: dict[str, type] = {
 
 
 class ArgsView:
-    """All sections' fields by their flat names (slime's `args`), read-only. Megatron's values answer after ours."""
+    """All sections' fields by their flat names (slime's `args`), read-only. Megatron's values answer after ours.
 
-    __slots__ = ("_config", "_index")
+    Runtime values answer first: vllm_router_ip, vllm_router_port, num_engines, run_dir.
+    """
 
-    def __init__(self, config: RunConfig) -> None:
+    __slots__ = ("_config", "_index", "_runtime")
+
+    def __init__(self, config: RunConfig, runtime: dict[str, Any] | None = None) -> None:
         index = {f.name: section for section, cls in SECTIONS.items() for f in fields(cls)}
         object.__setattr__(self, "_config", config)
         object.__setattr__(self, "_index", index)
+        object.__setattr__(self, "_runtime", dict(runtime or {}))
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name in self._runtime:
+            return self._runtime[name]
         if name in self._index:
             return getattr(getattr(self._config, self._index[name]), name)
         if name in self._config.megatron:
@@ -95,4 +102,4 @@ class ArgsView:
         return iter(self._index)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (ArgsView, (self._config,))
+        return (ArgsView, (self._config, self._runtime))

@@ -210,4 +210,3 @@ class DebugConfig:
 
     debug_train_only: bool = opt(False, "No engines: the rollout function supplies finished samples (SFT).")
     debug_rollout_only: bool = opt(False, "No trainer: generate and score only.")
-    profile_step_time: bool = opt(False, "Log seconds of every phase inside the trainer's step.")

@@ -1,0 +1,149 @@
+"""Rules between flags: what needs what, what excludes what, what has no effect. One small function per subject.
+
+Each yields a sentence per problem, naming the flags and the cure.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from vime.config.run import RunConfig
+from vime.config.sections import ROLLOUT_FUNCTION
+from vime.errors import ConfigError
+
+__all__ = ["check_rules"]
+
+
+def check_rules(config: RunConfig) -> None:
+    """Raise ConfigError with every rule that `config` breaks."""
+    problems = [problem for rule in _RULES for problem in rule(config)]
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _placement(config: RunConfig) -> Iterator[str]:
+    cluster = config.cluster
+    if cluster.device == "cuda":
+        yield "--device cuda is not available yet: the GPU issue builds it. Use --device cpu."
+    if cluster.colocate:
+        yield "--colocate is not available yet: the GPU issue builds it. On CPU engines and trainers share the cores without it."
+    if cluster.actor_num_nodes > 1:
+        yield "--actor-num-nodes above 1 is not available yet. Use --actor-num-gpus-per-node for several trainer processes."
+    if cluster.rollout_num_gpus_per_engine > 1:
+        yield "--rollout-num-gpus-per-engine above 1 is not available yet: on CPU an engine has one worker. Start more engines instead."
+    total = cluster.rollout_num_gpus
+    if total == 0 and not config.debug.debug_train_only:
+        yield "--rollout-num-gpus 0 starts no engine: use 1 or more, or --debug-train-only."
+    world, model = config.actor_world_size, 1
+    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
+        model *= config.megatron_size(name)
+    if world % model:
+        yield (
+            f"--actor-num-gpus-per-node {world} cannot be divided by the model's parallel size {model} "
+            "(tensor x pipeline x context): use a multiple of it."
+        )
+
+
+def _batches(config: RunConfig) -> Iterator[str]:
+    data = config.data
+    if (data.num_rollout is None) == (data.num_epoch is None):
+        yield "Give one of --num-rollout (steps) and --num-epoch (passes over the prompts)."
+    rollouts = (data.rollout_batch_size or 0) * data.n_samples_per_prompt
+    if data.global_batch_size is not None and data.num_steps_per_rollout is not None:
+        yield "Give one of --global-batch-size and --num-steps-per-rollout: each follows from the other."
+    if data.num_steps_per_rollout is not None and rollouts % data.num_steps_per_rollout:
+        yield f"--num-steps-per-rollout {data.num_steps_per_rollout} does not divide the {rollouts} rollouts of a step (prompts x samples)."
+    if data.global_batch_size is not None and rollouts % data.global_batch_size:
+        yield f"--global-batch-size {data.global_batch_size} does not divide the {rollouts} rollouts of a step (prompts x samples): some would not be trained."
+    if data.use_dynamic_batch_size != (data.max_tokens_per_gpu is not None):
+        yield "--use-dynamic-batch-size and --max-tokens-per-gpu go together: the budget has no effect alone, and packing needs one."
+    if data.use_dynamic_batch_size and data.micro_batch_size != 1:
+        yield f"--micro-batch-size {data.micro_batch_size} has no effect with --use-dynamic-batch-size: leave one of them out."
+    over = config.rollout.over_sampling_batch_size
+    if over is not None and data.rollout_batch_size is not None and over < data.rollout_batch_size:
+        yield f"--over-sampling-batch-size {over} must be at least --rollout-batch-size {data.rollout_batch_size}."
+
+
+def _algorithm(config: RunConfig) -> Iterator[str]:
+    alg, policy = config.algorithm, config.algorithm.loss_type == "policy_loss"
+    if policy and config.data.n_samples_per_prompt == 1 and alg.rewards_normalization and not config.debug.debug_rollout_only:
+        yield "--n-samples-per-prompt 1 gives every sample an advantage of 0: the group's mean is the sample itself. Use 2 or more."
+    if not alg.rewards_normalization and not alg.grpo_std_normalization:
+        yield "--disable-grpo-std-normalization has no effect with --disable-rewards-normalization: leave it out."
+    if alg.use_kl_loss and config.model.ref_load is None:
+        yield "--use-kl-loss needs --ref-load, the folder of the frozen reference model."
+    if alg.use_kl_loss != (alg.kl_loss_coef > 0):
+        yield "--use-kl-loss and --kl-loss-coef go together: a coefficient above 0 with the flag, or neither."
+    if config.model.ref_load is not None and not alg.use_kl_loss:
+        yield "--ref-load has no effect without --use-kl-loss: leave it out, or add --use-kl-loss --kl-loss-coef 0.001."
+    if (alg.loss_type == "custom_loss") != (alg.custom_loss_function_path is not None):
+        yield "--loss-type custom_loss and --custom-loss-function-path go together."
+    if alg.loss_type == "sft_loss":
+        if alg.compute_advantages_and_returns:
+            yield "--loss-type sft_loss uses no advantages: add --disable-compute-advantages-and-returns."
+        for name in ("eps_clip_high", "eps_clip_c"):
+            if getattr(alg, name) is not None:
+                yield f"--{name.replace('_', '-')} has no effect with --loss-type sft_loss: leave it out."
+    elif policy and not alg.compute_advantages_and_returns:
+        yield "--disable-compute-advantages-and-returns leaves --loss-type policy_loss without advantages: use it with sft_loss or custom_loss."
+
+
+def _rollout(config: RunConfig) -> Iterator[str]:
+    rollout, reward, debug = config.rollout, config.reward, config.debug
+    ours = rollout.rollout_function_path == ROLLOUT_FUNCTION
+    if debug.debug_train_only and debug.debug_rollout_only:
+        yield "--debug-train-only and --debug-rollout-only exclude each other."
+    if debug.debug_train_only and ours:
+        yield (
+            "--debug-train-only starts no engines, but --rollout-function-path is the default that needs them: "
+            "give vime.rollout.sft_rollout.generate_rollout, or your own."
+        )
+    if debug.debug_train_only and (config.vllm_tokens or config.router_tokens):
+        yield "--vllm-... and --router-... have no effect with --debug-train-only: there are no engines."
+    if reward.rm_type is not None and reward.custom_rm_path is not None:
+        yield "--rm-type and --custom-rm-path both give the reward: leave one out."
+    if reward.group_rm and reward.custom_rm_path is None:
+        yield "--group-rm needs --custom-rm-path: built-in rewards score one sample at a time."
+    context = rollout.rollout_max_context_len
+    if context is not None and rollout.rollout_max_prompt_len is not None and rollout.rollout_max_prompt_len >= context:
+        yield f"--rollout-max-prompt-len {rollout.rollout_max_prompt_len} leaves no room for a response in --rollout-max-context-len {context}."
+    if (config.engine.vllm_router_ip is None) != (config.engine.vllm_router_port is None):
+        yield "--vllm-router-ip and --vllm-router-port go together."
+    if config.engine.vllm_router_ip is not None and config.router_tokens:
+        yield "--router-... configures the router that the run starts, but --vllm-router-ip names one that runs already: leave one out."
+
+
+def _evaluation(config: RunConfig) -> Iterator[str]:
+    ev = config.eval
+    if len(ev.eval_prompt_data) % 2:
+        yield f"--eval-prompt-data takes pairs 'name path', got {len(ev.eval_prompt_data)} values: {' '.join(ev.eval_prompt_data)}"
+    if ev.eval_interval is not None and not ev.eval_prompt_data:
+        yield "--eval-interval needs --eval-prompt-data name path."
+    if ev.eval_prompt_data and ev.eval_interval is None and config.data.num_rollout != 0:
+        yield "--eval-prompt-data has no effect without --eval-interval."
+    if config.data.num_rollout == 0 and not ev.eval_prompt_data:
+        yield "--num-rollout 0 evaluates only, and needs --eval-prompt-data name path."
+
+
+def _files(config: RunConfig) -> Iterator[str]:
+    save = config.checkpoint
+    if save.save is None and (save.save_interval is not None or save.save_hf is not None):
+        yield "--save-interval and --save-hf need --save, the run's folder."
+    for flag, path in (("--hf-checkpoint", config.model.hf_checkpoint), ("--ref-load", config.model.ref_load), ("--load", save.load)):
+        if path is not None and not os.path.isdir(path):
+            yield f"{flag} '{path}' is not a folder. Give a local folder (nothing is downloaded)."
+    if config.model.hf_checkpoint is None:
+        yield "--hf-checkpoint is required: the Hugging Face model folder to start from."
+    if config.data.prompt_data is None and config.data.num_rollout != 0:
+        yield "--prompt-data is required: the .jsonl file with the prompts."
+    prompts = [config.data.prompt_data] if config.data.prompt_data else []
+    for path in prompts + config.eval.eval_prompt_data[1::2]:
+        name = path.partition("@[")[0]
+        if not os.path.isfile(name):
+            yield f"prompt file '{name}' does not exist. Check the path; it is read relative to {os.getcwd()}."
+        elif os.path.getsize(name) == 0:
+            yield f"prompt file '{name}' is empty. It needs one JSON object per line."
+
+
+_RULES = (_placement, _batches, _algorithm, _rollout, _evaluation, _files)
