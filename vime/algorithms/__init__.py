@@ -1,0 +1,1 @@
+"""Advantages and losses as pure tensor functions: no torch.distributed, no configuration beyond plain numbers."""

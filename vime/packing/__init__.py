@@ -1,0 +1,1 @@
+"""From scored samples to packed micro-batches, the same mean whatever the split."""

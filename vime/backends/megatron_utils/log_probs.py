@@ -1,0 +1,158 @@
+"""Log-probabilities and entropies of tokens from logits whose vocabulary is split over a tensor-parallel group.
+
+Everything is computed in float32 (float64 for float64 logits), a chunk of rows at a time, so no second copy of the logits
+in float32 ever exists; the backward pass recomputes its probabilities from the logits and two numbers a row.
+
+    log p(y) = z_y - lse(z)          d log p(y) / d z_j = [j = y] - p_j
+    H        = -sum_j p_j log p_j    d H / d z_j        = -p_j (log p_j + H)         with z = logits / temperature
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["token_log_probs"]
+
+CHUNK_ELEMENTS = 2**22  # of one float32 chunk: 16 MiB
+NO_LOGIT = -1e30  # stands for -inf where 0 x -inf would be nan
+
+
+def token_log_probs(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    tp_group: dist.ProcessGroup | None = None,
+    temperature: float = 1.0,
+    vocab_size: int | None = None,
+    rows: torch.Tensor | None = None,
+    with_entropy: bool = False,
+    entropy_grad: bool = False,
+    chunk_rows: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(log-probs [T] of `labels`, entropies [T] or None), in nats, float32 (float64 for float64 logits).
+
+    `logits` [T, V / tp] of any float dtype is this rank's slice of the vocabulary and is left as it is; `labels` [T] i64 are
+    ids in the whole vocabulary. `tp_group` None = the vocabulary is whole. Columns from `vocab_size` on are padding and
+    have probability 0. `rows` [N] i64 restricts the work to these positions, the others come out as 0 with no gradient; it
+    must be the same on all ranks of `tp_group`. `entropy_grad` makes the entropies differentiable as the log-probs are.
+    Collective over `tp_group`.
+    """
+    group = tp_group if tp_group is not None and dist.get_world_size(tp_group) > 1 else None
+    width = logits.shape[-1]
+    start = dist.get_rank(group) * width if group is not None else 0
+    valid = width if vocab_size is None else max(0, min(width, vocab_size - start))
+    chunk = chunk_rows or max(1, CHUNK_ELEMENTS // max(width, 1))
+    shard = _Shard(group, start, valid, float(temperature), rows, chunk, with_entropy, entropy_grad)
+    log_probs, entropy = _TokenLogProbs.apply(logits, labels, shard)
+    return log_probs, entropy if with_entropy else None
+
+
+class _Shard:
+    """This rank's part of the vocabulary and how to walk over it."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        start: int,
+        valid: int,
+        temperature: float,
+        rows: torch.Tensor | None,
+        chunk: int,
+        with_entropy: bool,
+        entropy_grad: bool,
+    ) -> None:
+        self.group, self.start, self.valid, self.temperature = group, start, valid, temperature
+        self.rows, self.chunk = rows, chunk
+        self.with_entropy, self.entropy_grad = with_entropy, with_entropy and entropy_grad
+
+    def scaled(self, logits: torch.Tensor, where: slice) -> torch.Tensor:
+        """A fresh float copy of one chunk of rows, without padding columns, divided by the temperature."""
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        source = logits[where, : self.valid] if self.rows is None else logits[self.rows[where], : self.valid]
+        chunk = source.to(dtype, copy=self.rows is None)
+        return chunk.div_(self.temperature) if self.temperature != 1.0 else chunk
+
+    def chunks(self, count: int) -> list[slice]:
+        """Slices over `count` rows."""
+        return [slice(at, min(at + self.chunk, count)) for at in range(0, count, self.chunk)]
+
+    def local(self, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(column of each label in this rank's slice, 1 where it lies there)."""
+        column = labels - self.start
+        inside = (column >= 0) & (column < self.valid)
+        return column.clamp(0, max(self.valid - 1, 0)), inside
+
+
+class _TokenLogProbs(torch.autograd.Function):
+    """See the module's docstring."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, shard: _Shard) -> tuple[torch.Tensor, torch.Tensor]:
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        chosen = labels if shard.rows is None else labels[shard.rows]
+        count = len(chosen)
+        peak = torch.full((count,), NO_LOGIT, dtype=dtype, device=logits.device)
+        sums = torch.zeros((3, count), dtype=dtype, device=logits.device)  # of exp, of exp x logit, the label's logit
+        if shard.valid:
+            for where in shard.chunks(count):
+                peak[where] = shard.scaled(logits, where).amax(-1)
+        if shard.group is not None:
+            dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=shard.group)
+        column, inside = shard.local(chosen)
+        if shard.valid:
+            for where in shard.chunks(count):
+                x = shard.scaled(logits, where).sub_(peak[where, None])
+                sums[2, where] = x.gather(-1, column[where, None]).squeeze(-1) * inside[where]
+                e = x.exp()
+                sums[0, where] = e.sum(-1)
+                if shard.with_entropy:
+                    sums[1, where] = e.mul_(x.clamp_(min=NO_LOGIT)).sum(-1)
+        if shard.group is not None:
+            dist.all_reduce(sums, group=shard.group)
+        log_norm = sums[0].log()
+        log_probs = sums[2] - log_norm
+        entropy = log_norm - sums[1] / sums[0]
+        ctx.shard, ctx.shape = shard, labels.shape
+        ctx.save_for_backward(logits, column, inside, peak + log_norm, entropy)
+        out, out_entropy = _spread(log_probs, shard.rows, labels.shape), _spread(entropy, shard.rows, labels.shape)
+        if not shard.entropy_grad:
+            ctx.mark_non_differentiable(out_entropy)
+        return out, out_entropy
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_log_probs: torch.Tensor, grad_entropy: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        logits, column, inside, lse, entropy = ctx.saved_tensors
+        shard: _Shard = ctx.shard
+        rows = shard.rows
+        g = grad_log_probs if rows is None else grad_log_probs[rows]
+        gh = grad_entropy if rows is None else grad_entropy[rows]
+        grad = torch.zeros_like(logits)
+        if not shard.valid:
+            return grad, None, None
+        for where in shard.chunks(len(column)):
+            x = shard.scaled(logits, where).sub_(lse[where, None])  # log p
+            p = x.exp()
+            if shard.entropy_grad:
+                x.clamp_(min=NO_LOGIT).add_(entropy[where, None]).mul_(gh[where, None]).add_(g[where, None])
+                d = p.mul_(x).neg_()
+            else:
+                d = p.mul_(g[where, None]).neg_()
+            d.scatter_add_(-1, column[where, None], (g[where] * inside[where])[:, None])
+            if shard.temperature != 1.0:
+                d.div_(shard.temperature)
+            if rows is None:
+                grad[where, : shard.valid] = d.to(grad.dtype)
+            else:
+                grad[rows[where], : shard.valid] = d.to(grad.dtype)
+        return grad, None, None
+
+
+def _spread(values: torch.Tensor, rows: torch.Tensor | None, shape: torch.Size) -> torch.Tensor:
+    """Values of the chosen rows at their places among zeros."""
+    if rows is None:
+        return values.clone()
+    return values.new_zeros(shape).index_copy(0, rows, values)

@@ -1,0 +1,185 @@
+"""One micro-batch as one packed row of tokens, with everything a loss needs in the same alignment.
+
+Position t of every [T] tensor belongs to *predicting token t + 1*: `labels[t]` is that token, `loss_mask[t]` says whether
+it is trained, `loss_weight[t]` what it weighs in the step's mean. The last position of each sequence predicts nothing.
+
+    tokens      5 9 2 17 1 | 5 9 3       two samples: response lengths 2 and 1
+    labels      9 2 17 1 0 | 9 3 0
+    loss_mask   0 0 1  1 0 | 0 1 0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import torch
+
+from vime.errors import DataError
+from vime.types import StepPlan, TrainSample
+
+__all__ = ["PackedBatch", "pack"]
+
+TOKEN_VALUES = ("advantages", "old_log_probs", "rollout_log_probs", "ref_log_probs")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedBatch:
+    """n sequences in one row of T tokens. A padding sequence at the end, if any, is in `cu_seqlens` but is no sample.
+
+    The sum of `loss_weight * x` over all micro-batches of all data-parallel ranks is the step's mean of x.
+    """
+
+    tokens: torch.Tensor  # [T] i64
+    position_ids: torch.Tensor  # [T] i64, from 0 in each sequence
+    cu_seqlens: torch.Tensor  # [n + 1] i32, starts of the sequences and T
+    max_seqlen: int
+    labels: torch.Tensor  # [T] i64, the next token of the same sequence; 0 at its last position
+    loss_mask: torch.Tensor  # [T] f32, 1 where `labels` is a trained token
+    loss_weight: torch.Tensor  # [T] f32, loss_mask x weight in the step's mean
+    sequence_ids: torch.Tensor  # [T] i64, index of the sample in this micro-batch; -1 on padding
+    sample_ids: tuple[int, ...]  # TrainSample.sample_id of each sample
+    lengths: tuple[int, ...]  # tokens of each sample
+    response_lengths: tuple[int, ...]  # response tokens of each sample
+    rollout_mask_sums: tuple[float, ...]  # trained tokens of each sample's whole rollout
+    denominator: float  # of the step's mean: rollouts or, per token, trained tokens, over all ranks
+    advantages: torch.Tensor | None = None  # [T] f32; these four are 0 outside responses
+    old_log_probs: torch.Tensor | None = None  # [T] f32
+    rollout_log_probs: torch.Tensor | None = None  # [T] f32
+    ref_log_probs: torch.Tensor | None = None  # [T] f32
+
+    @property
+    def num_tokens(self) -> int:
+        """T, padding included."""
+        return len(self.tokens)
+
+    @property
+    def trained_rows(self) -> torch.Tensor:
+        """[N] i64: the positions whose label is trained."""
+        return self.loss_mask.nonzero().squeeze(-1)
+
+    def response_slices(self) -> list[slice]:
+        """Of each sample: the R positions that predict its response."""
+        out, end = [], 0
+        for length, response in zip(self.lengths, self.response_lengths, strict=True):
+            end += length
+            out.append(slice(end - 1 - response, end - 1))
+        return out
+
+    def scatter(self, per_sample: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Response-aligned values, one [R] tensor a sample, as one f32 [T] tensor that is 0 elsewhere.
+
+        Raises ValueError when the number of samples or a length differs.
+        """
+        out = torch.zeros(self.num_tokens, dtype=torch.float32, device=self.tokens.device)
+        for values, where in zip(per_sample, self.response_slices(), strict=True):
+            if len(values) != where.stop - where.start:
+                raise ValueError(f"scatter: a sample has {where.stop - where.start} response tokens but {len(values)} values.")
+            out[where] = values.to(out)
+        return out
+
+    def gather(self, values: torch.Tensor) -> list[torch.Tensor]:
+        """The inverse of `scatter`: from [T, ...] one [R, ...] view a sample. Differentiable."""
+        return [values[where] for where in self.response_slices()]
+
+    def with_token_values(self, **values: torch.Tensor | Sequence[torch.Tensor]) -> PackedBatch:
+        """A copy with some of advantages, old_log_probs, rollout_log_probs, ref_log_probs set.
+
+        Each is a packed [T] tensor, or one response-aligned [R] tensor a sample.
+        """
+        unknown = sorted(set(values) - set(TOKEN_VALUES))
+        if unknown:
+            raise ValueError(f"with_token_values: unknown {', '.join(unknown)}; known are {', '.join(TOKEN_VALUES)}.")
+        packed = {}
+        for name, value in values.items():
+            packed[name] = value if isinstance(value, torch.Tensor) else self.scatter(value)
+            if packed[name].shape != self.tokens.shape:
+                raise ValueError(f"with_token_values: {name} has shape {tuple(packed[name].shape)}, expected {tuple(self.tokens.shape)}.")
+        return replace(self, **packed)
+
+    def to(self, device: torch.device | str) -> PackedBatch:
+        """A copy with all tensors on `device`."""
+        moved = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(self, **{k: v.to(device, non_blocking=True) for k, v in moved.items() if isinstance(v, torch.Tensor)})
+
+
+def token_weight(sample: TrainSample, plan: StepPlan, *, per_token: bool) -> float:
+    """What one trained token of `sample` weighs in the step's mean.
+
+    Per token: 1 / trained tokens of the step (DAPO, arXiv:2503.14476, eq. 8, over the whole step). Otherwise 1 / trained
+    tokens of the rollout / rollouts of the step (GRPO, arXiv:2402.03300, eq. 3, all segments of a rollout as one output).
+    A rollout without trained tokens weighs 0 and still counts among the rollouts.
+    """
+    if per_token:
+        return 1.0 / plan.num_tokens if plan.num_tokens > 0 else 0.0
+    if sample.rollout_mask_sum <= 0 or plan.num_rollouts <= 0:
+        return 0.0
+    return 1.0 / sample.rollout_mask_sum / plan.num_rollouts
+
+
+def pack(samples: Sequence[TrainSample], plan: StepPlan, *, per_token: bool, multiple_of: int = 1) -> PackedBatch:
+    """Lay `samples` of one micro-batch one after the other, padded so that T is a multiple of `multiple_of`.
+
+    Padding is a sequence of its own (token 0, weight 0, sequence id -1). `rollout_log_probs` is set when the samples have
+    them. Raises DataError when `samples` is empty, or when only some samples have rollout log-probs.
+    """
+    if not samples:
+        raise DataError("pack: a micro-batch needs at least one sample; the plan should have put a filler there.")
+    for sample in samples:
+        _check(sample)
+    lengths = [s.length for s in samples]
+    padding = -sum(lengths) % multiple_of
+    sizes = torch.tensor(lengths + ([padding] if padding else []))
+    total = int(sizes.sum())
+    starts = torch.zeros(len(sizes) + 1, dtype=torch.int64)
+    starts[1:] = sizes.cumsum(0)
+
+    tokens = torch.zeros(total, dtype=torch.int64)
+    tokens[: total - padding] = torch.cat([torch.as_tensor(s.tokens, dtype=torch.int64) for s in samples])
+    labels = torch.zeros_like(tokens)
+    labels[:-1] = tokens[1:]
+    labels[starts[1:] - 1] = 0
+    sequence_ids = torch.arange(len(sizes)).repeat_interleave(sizes)
+    position_ids = torch.arange(total) - starts[sequence_ids]
+    sequence_ids[total - padding :] = -1
+
+    zeros = torch.zeros(total, dtype=torch.float32)
+    packed = PackedBatch(
+        tokens=tokens,
+        position_ids=position_ids,
+        cu_seqlens=starts.to(torch.int32),
+        max_seqlen=int(sizes.max()),
+        labels=labels,
+        loss_mask=zeros,
+        loss_weight=zeros,
+        sequence_ids=sequence_ids,
+        sample_ids=tuple(s.sample_id for s in samples),
+        lengths=tuple(lengths),
+        response_lengths=tuple(s.response_length for s in samples),
+        rollout_mask_sums=tuple(s.rollout_mask_sum for s in samples),
+        denominator=float(plan.num_tokens if per_token else plan.num_rollouts),
+    )
+    mask = packed.scatter([torch.as_tensor(s.loss_mask) for s in samples])
+    weights = torch.tensor([token_weight(s, plan, per_token=per_token) for s in samples] + [0.0], dtype=torch.float32)
+    packed = replace(packed, loss_mask=mask, loss_weight=mask * weights[sequence_ids])
+    known = [torch.as_tensor(s.rollout_log_probs) for s in samples if s.rollout_log_probs is not None]
+    if known and len(known) < len(samples):
+        lacking = next(s.sample_id for s in samples if s.rollout_log_probs is None)
+        raise DataError(
+            f"sample {lacking} has no rollout_log_probs but others of its micro-batch have; give them to all samples or to none."
+        )
+    return packed.with_token_values(rollout_log_probs=known) if known else packed
+
+
+def _check(sample: TrainSample) -> None:
+    """Raise DataError unless the sample's lengths agree: what does not agree here would train the wrong tokens."""
+    response = sample.response_length
+    if not 0 <= response < sample.length:
+        raise DataError(
+            f"sample {sample.sample_id}: response_length {response} with {sample.length} tokens; "
+            "expected at least one token before the response, since a token is predicted from what precedes it."
+        )
+    for name in ("loss_mask", "rollout_log_probs", "teacher_log_probs"):
+        value = getattr(sample, name)
+        if value is not None and len(value) != response:
+            raise DataError(f"sample {sample.sample_id}: {name} has {len(value)} values for {response} response tokens.")
