@@ -35,7 +35,9 @@ def parse_own(flags: Iterable[tuple[str, list[str]]]) -> dict[str, Any]:
         except ValueError as error:
             problems.append(str(error))
     problems += [
-        f"{flag} is required: {spec.doc}" for flag, (section, spec) in table.items() if spec.required and spec.name not in values[section] and flag not in seen
+        f"{flag} is required: {spec.doc}"
+        for flag, (section, spec) in table.items()
+        if spec.required and spec.name not in values[section] and flag not in seen
     ]
     if problems:
         raise ConfigError(*problems)

@@ -34,11 +34,17 @@ DATA_SOURCE = "vime.rollout.data_source.RolloutDataSourceWithBuffer"
 class ClusterConfig:
     """Placement: which processes run, and on what."""
 
-    device: str = opt("auto", "Where trainer and engines compute; auto: cuda when a GPU is visible, else cpu.", choices=("auto", "cpu", "cuda"))
+    device: str = opt(
+        "auto", "Where trainer and engines compute; auto: cuda when a GPU is visible, else cpu.", choices=("auto", "cpu", "cuda")
+    )
     actor_num_nodes: int = opt(1, "Nodes used by the trainer.", ge=1)
     actor_num_gpus_per_node: int = opt(1, "Trainer processes per node: GPUs, or processes on CPU. slime's default is 8.", ge=1)
     rollout_num_gpus: int | None = opt(None, "GPUs (on CPU: engine slots) for rollout in all; default: one engine's.", type=int, ge=0)
-    rollout_num_gpus_per_engine: int = opt(1, "GPUs of one engine (its tensor-parallel size). One is right while the model fits: engines scale better than tensor parallelism.", ge=1)
+    rollout_num_gpus_per_engine: int = opt(
+        1,
+        "GPUs of one engine (its tensor-parallel size). One is right while the model fits: engines scale better than tensor parallelism.",
+        ge=1,
+    )
     colocate: bool = opt(False, "Trainer and engines share the same devices and take turns.")
     actor_deadline: float = opt(600.0, "Seconds a trainer call may take before the run ends with an error.", gt=0)
 
@@ -82,18 +88,28 @@ class RolloutConfig:
     """How responses are generated."""
 
     rollout_function_path: str = opt(ROLLOUT_FUNCTION, "The whole rollout loop: fn(args, rollout_id, data_source, evaluation=False).")
-    custom_generate_function_path: str | None = opt(None, "Replaces generation of one sample: async fn(args, sample, sampling_params).", type=str)
+    custom_generate_function_path: str | None = opt(
+        None, "Replaces generation of one sample: async fn(args, sample, sampling_params).", type=str
+    )
     rollout_temperature: float = opt(1.0, "Sampling temperature.", gt=0)
     rollout_top_p: float = opt(1.0, "Nucleus sampling: probability mass kept.", gt=0, le=1)
     rollout_top_k: int = opt(-1, "Sample among the k likeliest tokens; -1 = all.", ge=-1)
-    rollout_max_context_len: int | None = opt(None, "Longest prompt plus response, in tokens; also the engine's max_model_len.", type=int, ge=2)
-    rollout_max_prompt_len: int | None = opt(None, "Prompts longer than this are dropped and counted; default: context - 1.", type=int, ge=1)
+    rollout_max_context_len: int | None = opt(
+        None, "Longest prompt plus response, in tokens; also the engine's max_model_len.", type=int, ge=2
+    )
+    rollout_max_prompt_len: int | None = opt(
+        None, "Prompts longer than this are dropped and counted; default: context - 1.", type=int, ge=1
+    )
     rollout_max_response_len: int = opt(1024, "Most tokens generated for one response.", ge=1)
     rollout_skip_special_tokens: bool = opt(False, "Leave special tokens out of Sample.response.")
     rollout_stop: list[str] = opt([], "Stop strings.", many=True, type=str)
     rollout_stop_token_ids: list[int] = opt([], "Stop token ids.", many=True, type=int)
-    over_sampling_batch_size: int | None = opt(None, "Prompts fetched at a time while a batch is filled; default: rollout_batch_size.", type=int, ge=1)
-    dynamic_sampling_filter_path: str | None = opt(None, "Keep or drop a finished group: fn(args, group) -> bool or DynamicFilterOutput.", type=str)
+    over_sampling_batch_size: int | None = opt(
+        None, "Prompts fetched at a time while a batch is filled; default: rollout_batch_size.", type=int, ge=1
+    )
+    dynamic_sampling_filter_path: str | None = opt(
+        None, "Keep or drop a finished group: fn(args, group) -> bool or DynamicFilterOutput.", type=str
+    )
     rollout_sample_filter_path: str | None = opt(None, "Mark samples that do not enter the loss: fn(args, groups).", type=str)
     rollout_request_timeout: float = opt(600.0, "Seconds one generation request may take.", gt=0)
     rollout_request_retries: int = opt(3, "Further tries of a request after a connection error or a 5xx.", ge=0)
@@ -134,11 +150,15 @@ class AlgorithmConfig:
     """Advantages and losses."""
 
     advantage_estimator: str = opt("grpo", "Algorithm.", choices=("grpo",))
-    grpo_std_normalization: bool = opt(True, "Dr.GRPO: do not divide by the group's standard deviation.", flag="--disable-grpo-std-normalization", negated=True)
+    grpo_std_normalization: bool = opt(
+        True, "Dr.GRPO: do not divide by the group's standard deviation.", flag="--disable-grpo-std-normalization", negated=True
+    )
     rewards_normalization: bool = opt(True, "Do not subtract the group's mean.", flag="--disable-rewards-normalization", negated=True)
     compute_advantages_and_returns: bool = opt(True, "No advantages (SFT).", flag="--disable-compute-advantages-and-returns", negated=True)
     loss_type: str = opt("policy_loss", "Which loss.", choices=("policy_loss", "sft_loss", "custom_loss"))
-    custom_loss_function_path: str | None = opt(None, "With --loss-type custom_loss: fn(args, batch, logits, sum_of_sample_mean) -> (loss, metrics).", type=str)
+    custom_loss_function_path: str | None = opt(
+        None, "With --loss-type custom_loss: fn(args, batch, logits, sum_of_sample_mean) -> (loss, metrics).", type=str
+    )
     eps_clip: float = opt(0.2, "Lower clip distance of the probability ratio.", ge=0)
     eps_clip_high: float | None = opt(None, "Upper clip distance; default: --eps-clip.", type=float, ge=0)
     eps_clip_c: float | None = opt(None, "Dual clip: bound on the ratio for negative advantages.", type=float, gt=1)
@@ -158,8 +178,12 @@ class TrainingConfig:
     lr: float = opt(1e-6, "Learning rate.", ge=0, megatron="--lr")
     clip_grad: float = opt(1.0, "Clip the gradient's norm.", ge=0, megatron="--clip-grad")
     seed: int = opt(1234, "Seed of everything in the trainer.", megatron="--seed")
-    train_memory_dtype: str = opt("auto", "Parameter dtype of the trainer; auto: float32 on CPU, bfloat16 on CUDA.", choices=("auto", "float32", "bfloat16"))
-    train_threads: int | None = opt(None, "CPU threads of one trainer process; default: cores shared evenly among the trainers.", type=int, ge=1)
+    train_memory_dtype: str = opt(
+        "auto", "Parameter dtype of the trainer; auto: float32 on CPU, bfloat16 on CUDA.", choices=("auto", "float32", "bfloat16")
+    )
+    train_threads: int | None = opt(
+        None, "CPU threads of one trainer process; default: cores shared evenly among the trainers.", type=int, ge=1
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +192,9 @@ class WeightUpdateConfig:
 
     update_weight_transport: str = opt("auto", "auto: shm on CPU.", choices=("auto", "shm"))
     update_weight_buffer_size: int = opt(512 * 1024**2, "Bytes of one flat bucket.", ge=1024)
-    weight_proof_tolerance: float | None = opt(None, "Largest |log-prob of trainer - engine| on the probe prompt; default 1e-4 in float32, 0.1 in bfloat16.", type=float, gt=0)
+    weight_proof_tolerance: float | None = opt(
+        None, "Largest |log-prob of trainer - engine| on the probe prompt; default 1e-4 in float32, 0.1 in bfloat16.", type=float, gt=0
+    )
     update_weight_deadline: float = opt(300.0, "Seconds one weight sync may take before the run ends with an error.", gt=0)
 
 
@@ -179,7 +205,9 @@ class EngineConfig:
     vllm_server_concurrency: int = opt(512, "Most requests in flight per engine.", ge=1)
     vllm_router_ip: str | None = opt(None, "Address of a router that runs already.", type=str)
     vllm_router_port: int | None = opt(None, "Its port.", type=int, ge=1, le=65535)
-    vllm_enable_deterministic_inference: bool = opt(False, "A seed per request and one sequence at a time on CPU: a resumed run equals an uninterrupted one bitwise.")
+    vllm_enable_deterministic_inference: bool = opt(
+        False, "A seed per request and one sequence at a time on CPU: a resumed run equals an uninterrupted one bitwise."
+    )
     vllm_start_deadline: float = opt(600.0, "Seconds an engine may take to become healthy.", gt=0)
 
 
@@ -189,7 +217,9 @@ class CheckpointConfig:
 
     save: str | None = opt(None, "Run folder: checkpoints, metrics, logs. A run whose folder holds a commit resumes from it.", type=str)
     load: str | None = opt(None, "Folder of another run to start from; default: --save, when it holds a commit.", type=str)
-    save_interval: int | None = opt(None, "Commit every N rollout steps; the last step is always committed when --save is given.", type=int, ge=1)
+    save_interval: int | None = opt(
+        None, "Commit every N rollout steps; the last step is always committed when --save is given.", type=int, ge=1
+    )
     save_hf: str | None = opt(None, "Also write a Hugging Face folder at each commit; {rollout_id} is filled in.", type=str)
     keep_checkpoints: int = opt(2, "Commits kept; older ones are removed after a newer one is complete.", ge=1)
 

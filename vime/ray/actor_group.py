@@ -1,0 +1,82 @@
+"""`RayTrainGroup`: the trainer processes as one. Calls go to every rank; the first failure ends the wait."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from vime.config import RunConfig
+from vime.ray.placement_group import CPU_SHARE, Placement
+from vime.ray.process import watched_actor
+from vime.ray.supervisor import Supervisor
+from vime.ray.train_actor import MegatronTrainRayActor
+from vime.types import WeightSyncReport
+
+__all__ = ["RayTrainGroup"]
+
+SHUTDOWN_DEADLINE = 20.0
+
+
+class RayTrainGroup:
+    """All ranks of the trainer. `start` returns at once, `ready` waits: engines come up meanwhile."""
+
+    def __init__(self, config: RunConfig, placement: Placement, supervisor: Supervisor, log_dir: Path) -> None:
+        self._config, self._supervisor = config, supervisor
+        world = config.actor_world_size
+        self.names = [f"trainer {rank}" for rank in range(world)]
+        actor_class = watched_actor(MegatronTrainRayActor)
+        self._actors = []
+        for rank in range(world):
+            log = log_dir / f"trainer_{rank}.log"
+            actor = actor_class.options(num_cpus=CPU_SHARE, scheduling_strategy=placement.trainer(rank)).remote(
+                config, rank, world, str(log)
+            )
+            self._actors.append(actor)
+            supervisor.watch(self.names[rank], actor.watch.options(concurrency_group="watch").remote(), log)
+        self._init_refs: list[Any] = []
+        self._dp_ranks: list[int] = []
+        self.num_parameters = 0
+
+    def start(self, load: Path | None) -> None:
+        """Begin building the model on every rank."""
+        address, port = self._get([self._actors[0].rendezvous.remote()], "rendezvous", 120.0, names=self.names[:1])[0]
+        self._init_refs = [actor.init.remote(address, port, str(load) if load else None) for actor in self._actors]
+
+    def ready(self) -> None:
+        """Wait until every rank has its model."""
+        infos = self._get(self._init_refs, "building the model", self._config.cluster.actor_deadline)
+        self._dp_ranks = [info["data_parallel_rank"] for info in infos]
+        self.num_parameters = infos[0]["num_parameters"]
+
+    def async_train(self, batch_refs: list[Any]) -> list[Any]:
+        """Begin one training step; batch_refs[d] is data-parallel rank d's share. Returns one reference per rank."""
+        return [actor.train.remote(batch_refs[d]) for actor, d in zip(self._actors, self._dp_ranks, strict=True)]
+
+    def train(self, batch_refs: list[Any]) -> dict[str, float]:
+        """One training step, waited for."""
+        return self._get(self.async_train(batch_refs), "train", self._config.cluster.actor_deadline)[0]
+
+    def update_weights(self, version: int, engines: list[Any], probe: list[int], run_id: str) -> WeightSyncReport:
+        """Send the weights to the engines as `version`; returns rank 0's report, proof included."""
+        refs = [actor.update_weights.remote(version, engines, probe, run_id) for actor in self._actors]
+        return self._get(refs, "weight sync", self._config.weight_update.update_weight_deadline)[0]
+
+    def save(self, path: str) -> None:
+        """Write the trainer's part of a commit."""
+        self._get([actor.save.remote(path) for actor in self._actors], "save", self._config.cluster.actor_deadline)
+
+    def save_hf(self, path: str) -> None:
+        """Write a Hugging Face folder."""
+        self._get([actor.save_hf.remote(path) for actor in self._actors], "save_hf", self._config.cluster.actor_deadline)
+
+    def shutdown(self) -> None:
+        """End every rank; never raises."""
+        refs = [actor.shutdown.remote() for actor in self._actors]
+        ray.wait(refs, num_returns=len(refs), timeout=SHUTDOWN_DEADLINE)
+        for actor in self._actors:
+            ray.kill(actor)
+
+    def _get(self, refs: list[Any], phase: str, deadline: float, names: list[str] | None = None) -> list[Any]:
+        return self._supervisor.get(refs, names=names or self.names, phase=phase, deadline=deadline)

@@ -1,0 +1,128 @@
+"""The Ray cluster of a run: joined when RAY_ADDRESS is set, otherwise started here and ended here."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import psutil
+import ray
+
+from vime.config import RunConfig
+from vime.errors import ConfigError, PeerError, ResourceError
+
+__all__ = ["Cluster"]
+
+OBJECT_STORE_BYTES = 256 * 1024**2
+TEMP_PREFIX = "vime-ray-"
+
+
+class Cluster:
+    """Context manager around ray.init and ray.shutdown. Whatever happens inside, no process of ours outlives it."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+        self._temp: Path | None = None
+        self.address = os.environ.get("RAY_ADDRESS")
+
+    def __enter__(self) -> Cluster:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        path = [
+            entry for entry in sys.path if entry and os.path.isdir(entry) and "site-packages" not in entry and "lib/python" not in entry
+        ]
+        os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(path + os.environ.get("PYTHONPATH", "").split(os.pathsep))).strip(
+            os.pathsep
+        )
+        options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "ignore_reinit_error": False}
+        if self.address:
+            _init(f"the Ray cluster at RAY_ADDRESS={self.address}", address=self.address, **options)
+            return self
+        _remove_stale_temp()
+        check_cores(self._config)
+        self._temp = Path(tempfile.mkdtemp(prefix=f"{TEMP_PREFIX}{os.getpid()}-"))
+        with contextlib.suppress(BaseException):
+            _raise_file_limit()
+        _init(
+            "a local Ray cluster",
+            address="local",
+            num_cpus=len(os.sched_getaffinity(0)),
+            _node_ip_address="127.0.0.1",
+            include_dashboard=False,
+            object_store_memory=OBJECT_STORE_BYTES,
+            _temp_dir=str(self._temp),
+            **options,
+        )
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        children = psutil.Process().children(recursive=True) if not self.address else []
+        with _signals_blocked():
+            ray.shutdown()
+            if self.address:
+                return
+            _, alive = psutil.wait_procs(children, timeout=10.0)
+            for process in alive:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            psutil.wait_procs(alive, timeout=10.0)
+            if self._temp is not None:
+                shutil.rmtree(self._temp, ignore_errors=True)
+
+
+def check_cores(config: RunConfig) -> None:
+    """Trainers and engines take turns, so each kind may use every core, but no more. Raises ConfigError before any work."""
+    cores = len(os.sched_getaffinity(0))
+    trainers = 0 if config.debug.debug_rollout_only else config.actor_world_size
+    if trainers > cores:
+        raise ConfigError(
+            f"{trainers} trainer processes asked for (--actor-num-gpus-per-node), this machine has {cores} cores: ask for at most {cores}."
+        )
+    if config.num_engines > cores:
+        raise ConfigError(
+            f"{config.num_engines} engines asked for (--rollout-num-gpus), this machine has {cores} cores: ask for at most {cores}."
+        )
+
+
+def _init(what: str, **options: Any) -> None:
+    try:
+        ray.init(**options)
+    except (ConnectionError, TimeoutError, RuntimeError, ValueError) as error:
+        raise PeerError(f"{what} cannot be reached or started: {error}. Unset RAY_ADDRESS to let the run start its own.") from error
+    except OSError as error:
+        raise ResourceError(f"{what} cannot be started: {error}.") from error
+
+
+def _raise_file_limit() -> None:
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < 65536:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(65536, hard), hard))
+
+
+def _remove_stale_temp() -> None:
+    """Remove the folders of local clusters whose driver was killed."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{TEMP_PREFIX}*"):
+        pid = folder.name.removeprefix(TEMP_PREFIX).partition("-")[0]
+        if pid.isdigit() and not psutil.pid_exists(int(pid)):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _signals_blocked() -> Any:
+    """A second Ctrl-C must not interrupt the clean-up that the first one began."""
+    old = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)

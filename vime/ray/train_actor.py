@@ -1,0 +1,84 @@
+"""One trainer process: the Ray side of `MegatronTrainer`, which itself knows nothing of Ray."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+from typing import TYPE_CHECKING, Any
+
+from vime.config import RunConfig
+from vime.ray.process import WatchedActor
+from vime.types import TrainBatch, WeightSyncReport
+
+if TYPE_CHECKING:  # the driver imports this module to create the actors; torch and Megatron load in the actors alone
+    from vime.backends.megatron_utils.actor import MegatronTrainer
+
+__all__ = ["MegatronTrainRayActor"]
+
+
+class MegatronTrainRayActor(WatchedActor):
+    """Rank `rank` of the trainer. All methods but the first two are collective: every rank must be called."""
+
+    def __init__(self, config: RunConfig, rank: int, world_size: int, log: str) -> None:
+        super().__init__(log)
+        self._config, self._rank, self._world_size = config, rank, world_size
+        self._trainer: MegatronTrainer | None = None
+
+    def rendezvous(self) -> tuple[str, int]:
+        """(address, port) where the ranks meet; asked of rank 0."""
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            return "127.0.0.1", s.getsockname()[1]
+
+    def init(self, master_addr: str, master_port: int, load: str | None) -> dict[str, Any]:
+        """Build the model and optimizer; load `load` (a commit's trainer folder) when given."""
+        os.environ.update(RANK=str(self._rank), WORLD_SIZE=str(self._world_size), LOCAL_RANK=str(self._rank))
+        from vime.backends.megatron_utils.actor import MegatronTrainer
+
+        self._trainer = MegatronTrainer(
+            self._config, rank=self._rank, world_size=self._world_size, master_addr=master_addr, master_port=master_port
+        )
+        if load is not None:
+            self._trainer.load(load)
+        return {"data_parallel_rank": self._trainer.data_parallel_rank, "num_parameters": self._trainer.num_parameters}
+
+    def train(self, batch: TrainBatch) -> dict[str, float]:
+        """One rollout step of training on this rank's share. The metrics are the same on all ranks."""
+        return self.trainer.train(batch)
+
+    def save(self, path: str) -> None:
+        """Write the trainer's part of a commit."""
+        self.trainer.save(path)
+
+    def save_hf(self, path: str) -> None:
+        """Write a Hugging Face folder."""
+        self.trainer.save_hf(path)
+
+    def update_weights(self, version: int, engines: list[Any], probe: list[int], run_id: str) -> WeightSyncReport | None:
+        """Send this trainer's weights to the engines as `version`, with proof. Rank 0 returns the report."""
+        from vime.backends.megatron_utils.update_weight.sync import WeightUpdater
+
+        trainer = self.trainer
+        expected = trainer.log_probs(probe)
+        buckets = trainer.hf_weights(self._config.weight_update.update_weight_buffer_size)
+        if self._rank != 0:
+            for _ in buckets:
+                pass
+            return None
+        updater = WeightUpdater(engines, self._config.weight_update, run_id=run_id)
+        report = updater.update(version, buckets, probe, lambda _tokens: expected)
+        return dataclasses.replace(report)
+
+    def shutdown(self) -> None:
+        """Leave the process group; the actor can be ended after this."""
+        self._stopped.set()
+        if self._trainer is not None:
+            self._trainer.shutdown()
+            self._trainer = None
+
+    @property
+    def trainer(self) -> MegatronTrainer:
+        """The trainer, once `init` was called."""
+        assert self._trainer is not None, "init() comes first"
+        return self._trainer
