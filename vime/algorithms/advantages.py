@@ -25,7 +25,7 @@ def compute_advantages(
     With --normalize-advantages they are whitened over the trained tokens of all ranks: `sum_over_ranks` must then add a
     [3] float64 tensor up over the data-parallel ranks and return the sum (None = there is one rank).
     """
-    advantages = ADVANTAGES[algorithm.advantage_estimator](samples)
+    advantages = ADVANTAGES[algorithm.advantage_estimator].function(samples)
     if not algorithm.normalize_advantages:
         return advantages
     masks = [torch.as_tensor(s.loss_mask) for s in samples]

@@ -1,0 +1,180 @@
+"""`Sample` (what users' functions work on) to `TrainSample` (what trainers get): checked, with group-normalised rewards."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from vime.algorithms.group_norm import normalize_group_rewards
+from vime.algorithms.registry import ADVANTAGES
+from vime.config.sections import AlgorithmConfig, RewardConfig
+from vime.errors import DataError, RewardError
+from vime.types import TrainSample
+from vime.utils.types import Sample
+
+__all__ = ["ProcessedRewards", "to_train_samples"]
+
+ProcessedRewards = tuple[Sequence[float], Sequence[float]]  # (raw, normalised), one of each for every sample
+
+
+def to_train_samples(
+    samples: Sequence[Sample],
+    *,
+    algorithm: AlgorithmConfig,
+    reward: RewardConfig,
+    args: Any,
+    processed_rewards: ProcessedRewards | None = None,
+) -> list[TrainSample]:
+    """The samples that are trained on, in the order given. FAILED ones are left out here, and so of all statistics.
+
+    `processed_rewards` is what --custom-reward-post-process-path returned for `samples`, in their order: it replaces the
+    group normalisation. Raises RewardError (not a finite number) or DataError (ids, lengths, masks, log-probs), naming the
+    sample.
+    """
+    kept = [position for position, sample in enumerate(samples) if sample.status is not Sample.Status.FAILED]
+    chosen = [samples[position] for position in kept]
+    masks = [_mask(sample) for sample in chosen]
+    rollout_ids = [_rollout_id(sample) for sample in chosen]
+    if processed_rewards is not None:
+        raw, rewards = (_pick(values, kept, samples) for values in processed_rewards)
+    else:
+        raw = [_reward(sample, reward, args, needed=algorithm.compute_advantages_and_returns) for sample in chosen]
+        rewards = _normalised(chosen, raw, rollout_ids, algorithm)
+    rollout_log_probs = _per_token(chosen, "rollout_log_probs")
+    teacher_log_probs = _per_token(chosen, "teacher_log_probs")
+    mask_sums: dict[int, float] = defaultdict(float)
+    for rollout_id, mask in zip(rollout_ids, masks, strict=True):
+        mask_sums[rollout_id] += float(mask.sum())
+    return [
+        TrainSample(
+            tokens=np.asarray(sample.tokens, dtype=np.int64),
+            response_length=sample.response_length,
+            loss_mask=mask,
+            reward=rewards[i],
+            raw_reward=raw[i],
+            sample_id=rollout_ids[i] if sample.index is None else sample.index,
+            group_id=rollout_ids[i] if sample.group_index is None else sample.group_index,
+            rollout_id=rollout_ids[i],
+            rollout_mask_sum=mask_sums[rollout_ids[i]],
+            rollout_log_probs=rollout_log_probs[i],
+            teacher_log_probs=teacher_log_probs[i],
+            truncated=sample.status is Sample.Status.TRUNCATED,
+            metadata=sample.train_metadata,
+        )
+        for i, (sample, mask) in enumerate(zip(chosen, masks, strict=True))
+    ]
+
+
+def _name(sample: Sample) -> str:
+    """How messages call a sample."""
+    return f"sample {sample.index} (group {sample.group_index})"
+
+
+def _rollout_id(sample: Sample) -> int:
+    """Its execution."""
+    found = sample.index if sample.rollout_id is None else sample.rollout_id
+    if found is None:
+        raise DataError("a sample has neither index nor rollout_id; keep the ids that the data source gave it when you copy a sample.")
+    return found
+
+
+def _mask(sample: Sample) -> npt.NDArray[np.float32]:
+    """[R] float32 of zeros and ones; all zeros when the sample is to be removed."""
+    response = sample.response_length
+    if not 0 <= response < len(sample.tokens):
+        raise DataError(
+            f"{_name(sample)}: response_length is {response} but it has {len(sample.tokens)} tokens; "
+            "tokens must hold the prompt (at least one token) and then the response."
+        )
+    if sample.remove_sample:
+        return np.zeros(response, dtype=np.float32)
+    if sample.loss_mask is None:
+        return np.ones(response, dtype=np.float32)
+    mask = np.asarray(sample.loss_mask, dtype=np.float32)
+    if mask.shape != (response,):
+        raise DataError(f"{_name(sample)}: loss_mask has {len(sample.loss_mask)} values for {response} response tokens.")
+    if not np.isin(mask, (0, 1)).all():
+        raise DataError(f"{_name(sample)}: loss_mask may hold only 0 and 1.")
+    return mask
+
+
+def _per_token(samples: Sequence[Sample], field: str) -> list[npt.NDArray[np.float32] | None]:
+    """A per-token field of all samples, each [R] float32 and finite; None for all when none has it.
+
+    A batch of which only a part has log-probs cannot be corrected or compared evenly, so that is refused; a sample without
+    response needs none.
+    """
+    lacking = [sample for sample in samples if getattr(sample, field) is None]
+    if len(lacking) == len(samples):
+        return [None] * len(samples)
+    without = [sample for sample in lacking if sample.response_length]
+    if without:
+        raise DataError(
+            f"{_name(without[0])} has no {field}, as have {len(without)} of {len(samples)} samples; give it to all of them or to none."
+        )
+    return [_finite_values(sample, field) for sample in samples]
+
+
+def _finite_values(sample: Sample, field: str) -> npt.NDArray[np.float32]:
+    """One sample's [R] values."""
+    array = np.asarray([] if getattr(sample, field) is None else getattr(sample, field), dtype=np.float32)
+    if array.shape != (sample.response_length,):
+        raise DataError(f"{_name(sample)}: {field} has {len(array)} values for {sample.response_length} response tokens.")
+    if not np.isfinite(array).all():
+        at = int(np.argmin(np.isfinite(array)))
+        raise DataError(f"{_name(sample)}: {field}[{at}] is {array[at]}, not a finite number.")
+    return array
+
+
+def _reward(sample: Sample, reward: RewardConfig, args: Any, *, needed: bool) -> float:
+    """The reward as a finite number."""
+    if sample.reward is None and not needed:
+        return 0.0
+    if isinstance(sample.reward, dict) and (reward.reward_key is None or reward.reward_key not in sample.reward):
+        raise RewardError(
+            f"{_name(sample)}: the reward is a dict with {sorted(map(str, sample.reward))}, and --reward-key is {reward.reward_key}; "
+            "set --reward-key to one of them."
+        )
+    try:
+        number = sample.get_reward_value(args)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise RewardError(
+            f"{_name(sample)}, label {sample.label!r}: the reward is {sample.reward!r}; expected a finite number. A sample that cannot "
+            "be scored must get status FAILED, which leaves it out of its group's statistics."
+        )
+    return number
+
+
+def _pick(values: Sequence[float], kept: Sequence[int], samples: Sequence[Sample]) -> list[float]:
+    """The hook's values of the samples that are kept."""
+    if len(values) != len(samples):
+        raise RewardError(f"--custom-reward-post-process-path returned {len(values)} rewards for {len(samples)} samples; return one each.")
+    for position in kept:
+        if not math.isfinite(values[position]):
+            raise RewardError(
+                f"--custom-reward-post-process-path returned {values[position]!r} for {_name(samples[position])}; expected a finite number."
+            )
+    return [float(values[position]) for position in kept]
+
+
+def _normalised(samples: Sequence[Sample], raw: list[float], rollout_ids: list[int], algorithm: AlgorithmConfig) -> list[float]:
+    """What the advantage estimator starts from."""
+    estimator = ADVANTAGES[algorithm.advantage_estimator]
+    if not (algorithm.compute_advantages_and_returns and estimator.compares_in_group and algorithm.rewards_normalization):
+        return raw
+    groups: list[int] = []
+    for sample in samples:
+        if sample.group_index is None:
+            raise DataError(
+                f"{_name(sample)} has no group_index, so there is nothing to compare its reward with; keep the group_index that the "
+                "data source gave it, or use --disable-rewards-normalization."
+            )
+        groups.append(sample.group_index)
+    return normalize_group_rewards(raw, groups, rollout_ids, divide_std=algorithm.grpo_std_normalization).tolist()
