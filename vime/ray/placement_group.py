@@ -51,7 +51,7 @@ def create_placement_groups(config: RunConfig) -> Placement:
         free = ray.available_resources().get("CPU", 0.0)
         remove_placement_group(group)
         raise ResourceError(
-            f"the Ray cluster has no room for {trainers} trainers and {engines} engines, which need {CPU_SHARE * (trainers + engines):g} CPUs: "
-            f"it has {have:g}, of which {free:g} are free. Ask for fewer, or end what else runs there."
+            f"the Ray cluster has no room for {trainers} trainers and {engines} engines, "
+            f"which need {CPU_SHARE * (trainers + engines):g} CPUs: it has {have:g}, of which {free:g} are free. Ask for fewer, or end what else runs there."
         )
     return Placement(group, trainers, engines)

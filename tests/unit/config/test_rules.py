@@ -1,0 +1,85 @@
+"""Rules between flags: each broken rule is one sentence that names the flags and the cure."""
+
+import dataclasses
+
+import pytest
+from vime.config import RunConfig
+from vime.config.rules import check_rules
+from vime.errors import ConfigError
+
+
+@pytest.fixture
+def valid(tmp_path):
+    (tmp_path / "p.jsonl").write_text('{"input": "1"}\n')
+    config = RunConfig()
+    return change(
+        config,
+        hf_checkpoint=str(tmp_path),
+        prompt_data=str(tmp_path / "p.jsonl"),
+        num_rollout=2,
+        rollout_batch_size=4,
+        n_samples_per_prompt=2,
+        rm_type="math",
+    )
+
+
+def change(config, **values):
+    """`config` with fields of its sections replaced."""
+    sections = {}
+    for name, value in values.items():
+        section = next(f.name for f in dataclasses.fields(config) if hasattr(getattr(config, f.name), name))
+        sections.setdefault(section, {})[name] = value
+    return dataclasses.replace(config, **{s: dataclasses.replace(getattr(config, s), **v) for s, v in sections.items()})
+
+
+def test_a_plain_run_is_valid(valid):
+    check_rules(valid)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"num_epoch": 1}, "one of --num-rollout"),
+        ({"num_rollout": None}, "one of --num-rollout"),
+        ({"n_samples_per_prompt": 1}, "advantage of 0"),
+        ({"global_batch_size": 3}, "--global-batch-size 3 does not divide the 8 rollouts"),
+        ({"global_batch_size": 4, "num_steps_per_rollout": 2}, "one of --global-batch-size and --num-steps-per-rollout"),
+        ({"use_dynamic_batch_size": True}, "--max-tokens-per-gpu go together"),
+        ({"max_tokens_per_gpu": 100}, "go together"),
+        ({"use_dynamic_batch_size": True, "max_tokens_per_gpu": 9, "micro_batch_size": 2}, "--micro-batch-size 2 has no effect"),
+        ({"over_sampling_batch_size": 2}, "must be at least --rollout-batch-size 4"),
+        ({"use_kl_loss": True, "kl_loss_coef": 0.1}, "--use-kl-loss needs --ref-load"),
+        ({"kl_loss_coef": 0.1}, "go together"),
+        ({"loss_type": "sft_loss"}, "add --disable-compute-advantages-and-returns"),
+        ({"loss_type": "custom_loss"}, "--custom-loss-function-path go together"),
+        ({"compute_advantages_and_returns": False}, "without advantages"),
+        ({"debug_train_only": True}, "default that needs them"),
+        ({"custom_rm_path": "a.b"}, "both give the reward"),
+        ({"group_rm": True}, "--group-rm needs --custom-rm-path"),
+        ({"eval_interval": 1}, "--eval-interval needs --eval-prompt-data"),
+        ({"eval_prompt_data": ["name"]}, "takes pairs"),
+        ({"save_interval": 1}, "need --save"),
+        ({"vllm_router_ip": "127.0.0.1"}, "go together"),
+        ({"hf_checkpoint": "/nowhere"}, "is not a folder"),
+        ({"prompt_data": "/nowhere.jsonl"}, "does not exist"),
+        ({"device": "cuda"}, "not available yet"),
+        ({"colocate": True}, "not available yet"),
+        ({"rollout_num_gpus": 0}, "starts no engine"),
+    ],
+)
+def test_each_broken_rule_says_the_cure(valid, values, message):
+    with pytest.raises(ConfigError) as error:
+        check_rules(change(valid, **values))
+    assert message in str(error.value)
+
+
+def test_an_empty_prompt_file_is_refused(valid, tmp_path):
+    (tmp_path / "empty.jsonl").write_text("")
+    with pytest.raises(ConfigError, match="is empty"):
+        check_rules(change(valid, prompt_data=str(tmp_path / "empty.jsonl")))
+
+
+def test_trainers_must_divide_by_the_model_parallel_size(valid):
+    config = dataclasses.replace(change(valid, actor_num_gpus_per_node=3), megatron={"tensor_model_parallel_size": 2})
+    with pytest.raises(ConfigError, match="cannot be divided"):
+        check_rules(config)

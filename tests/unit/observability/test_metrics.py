@@ -1,0 +1,49 @@
+"""Metrics reach every sink, and a resumed run has each step once."""
+
+import json
+
+from vime.observability.metrics import MetricsLog, read_metrics
+
+
+def steps(path):
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+def test_metrics_come_back_as_written(tmp_path):
+    log = MetricsLog(tmp_path, first_step=0)
+    log.log(0, "step", {"a": 1.5})
+    log.log(1, "step", {"a": 2.5})
+    log.close()
+    assert read_metrics(log.path) == {"a": [(0, 1.5), (1, 2.5)]}
+
+
+def test_a_number_that_is_not_finite_becomes_null(tmp_path):
+    log = MetricsLog(tmp_path, first_step=0)
+    log.log(0, "step", {"a": float("nan")})
+    log.close()
+    assert json.loads(log.path.read_text())["a"] is None
+
+
+def test_resume_drops_steps_that_run_again_and_a_torn_line(tmp_path):
+    log = MetricsLog(tmp_path, first_step=0)
+    for step in range(4):
+        log.log(step, "step", {"a": step})
+    log.close()
+    with log.path.open("a") as file:
+        file.write('{"step": 4, "a"')
+    again = MetricsLog(tmp_path, first_step=2)
+    again.log(2, "step", {"a": 9})
+    again.close()
+    assert steps(again.path) == [0, 1, 2]
+
+
+def test_tensorboard_holds_the_same_numbers(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log = MetricsLog(tmp_path, first_step=0, tensorboard_dir=tmp_path / "tb")
+    log.log(3, "step", {"train/loss": 0.25})
+    log.close()
+    events = EventAccumulator(str(tmp_path / "tb"))
+    events.Reload()
+    (scalar,) = events.Scalars("train/loss")
+    assert (scalar.step, scalar.value) == (3, 0.25)

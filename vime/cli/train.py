@@ -1,0 +1,155 @@
+"""One training run from a valid configuration: start everything side by side, loop, and leave nothing behind.
+
+ray.init ─▶ engines, trainers, rollout manager (all at once) ─▶ router ─▶ loop ─▶ shut down in the opposite order
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from vime.checkpoint import Commit, latest_commit
+from vime.cli.record import RunRecord
+from vime.config import RunConfig
+from vime.errors import CheckpointError, ConfigError
+from vime.hooks import check_all
+from vime.loop import run_loop
+from vime.observability.memory import MemoryMonitor
+from vime.observability.plot import plot_rewards
+from vime.observability.status import duration
+from vime.ray.actor_group import RayTrainGroup
+from vime.ray.cluster import Cluster
+from vime.ray.placement_group import create_placement_groups
+from vime.ray.rollout import RolloutClient
+from vime.ray.supervisor import Supervisor
+from vime.types import WeightSyncReport
+
+__all__ = ["train"]
+
+PROBE_LENGTH = 32  # tokens of the weight-sync proof's prompt
+
+
+def train(config: RunConfig) -> None:
+    """Run to the end. Raises VimeError; whatever happens, no process of the run is left."""
+    begun = time.monotonic()
+    check_all(config)
+    commit = find_start(config)
+    log_dir = run_folder(config)
+    memory = MemoryMonitor()
+    memory.start()
+    try:
+        with Cluster(config), _parts(config, log_dir, commit) as (rollout, trainer):
+            first, total = _steps(config, rollout.num_prompts, commit)
+            record = RunRecord(config, log_dir, first_step=first, num_steps=total)
+            record.status.say(f"ready after {duration(time.monotonic() - begun)}; steps {first + 1} to {total}; logs in {log_dir}")
+            try:
+                run_loop(first, total, rollout, trainer, record)
+            finally:
+                record.close()
+            memory.sample()
+    finally:
+        memory.stop()
+    plotted = plot_rewards(log_dir / "metrics.jsonl", log_dir / "reward.png")
+    record.status.say(
+        f"done in {duration(time.monotonic() - begun)}; peak memory {memory.peak_bytes / 2**30:.2f} GiB resident "
+        f"({memory.peak_processes} processes); metrics in {log_dir / 'metrics.jsonl'}"
+        + (f"; curve in {log_dir / 'reward.png'}" if plotted else "")
+    )
+
+
+def find_start(config: RunConfig) -> Commit | None:
+    """The commit to resume from: that of --save, else that of --load (which must have one)."""
+    save, load = config.checkpoint.save, config.checkpoint.load
+    if save is not None and (commit := latest_commit(Path(save))) is not None:
+        return commit
+    if load is None:
+        return None
+    commit = latest_commit(Path(load))
+    if commit is None:
+        raise CheckpointError(f"--load '{load}' holds no commit. Give the --save folder of a run that has saved, or leave --load out.")
+    return commit
+
+
+def run_folder(config: RunConfig) -> Path:
+    """Where metrics and logs go: --log-dir, --save, or a temporary folder."""
+    chosen = config.logging.log_dir or config.checkpoint.save
+    folder = Path(chosen) if chosen else Path(tempfile.mkdtemp(prefix="vime-run-"))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".writable"
+        probe.write_text("")
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(f"the run's folder '{folder}' cannot be written: {error.strerror}. Give another --save or --log-dir.") from error
+    return folder
+
+
+class _TrainerWithProbe:
+    """The train group, with the run's fixed probe prompt filled in."""
+
+    def __init__(self, group: RayTrainGroup, probe: list[int], run_id: str) -> None:
+        self._group, self._probe, self._run_id = group, probe, run_id
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)
+
+    def update_weights(self, version: int, engines: list[Any]) -> WeightSyncReport:
+        return self._group.update_weights(version, engines, self._probe, self._run_id)
+
+
+@contextlib.contextmanager
+def _parts(config: RunConfig, log_dir: Path, commit: Commit | None) -> Iterator[tuple[RolloutClient, _TrainerWithProbe | None]]:
+    """Engines, rollout manager and trainers, started side by side and ended whatever happens."""
+    run_id = uuid.uuid4().hex[:12]
+    logs = log_dir / "logs"
+    supervisor = Supervisor()
+    placement = create_placement_groups(config)
+    with contextlib.ExitStack() as stack:
+        stack.callback(placement.remove)
+        rollout = RolloutClient.launch(config, supervisor, placement, log_dir, logs, run_id)
+        stack.callback(rollout.shutdown)
+        group = None
+        if not config.debug.debug_rollout_only:
+            group = RayTrainGroup(config, placement, supervisor, logs)
+            stack.callback(group.shutdown)
+            group.start(commit.trainer if commit else None)
+        rollout.ready(commit.rollout if commit and _same_run(config, commit) else None)
+        if group is not None:
+            group.ready()
+        yield rollout, _TrainerWithProbe(group, _probe(config), run_id) if group is not None else None
+
+
+def _same_run(config: RunConfig, commit: Commit) -> bool:
+    """Whether `commit` is this run's own, so that step and data cursor go on; another run's gives only weights and optimizer."""
+    return config.checkpoint.save is not None and commit.path.parent == Path(config.checkpoint.save)
+
+
+def _steps(config: RunConfig, num_prompts: int, commit: Commit | None) -> tuple[int, int]:
+    """(first step, number of steps)."""
+    data = config.data
+    total = data.num_rollout
+    if total is None:
+        total = (data.num_epoch or 0) * num_prompts // (data.rollout_batch_size or 1)
+        if total == 0:
+            raise ConfigError(
+                f"--num-epoch {data.num_epoch} over {num_prompts} prompts makes no step of --rollout-batch-size {data.rollout_batch_size}."
+            )
+    first = commit.rollout_id + 1 if commit is not None and _same_run(config, commit) else 0
+    return first, total
+
+
+def _probe(config: RunConfig) -> list[int]:
+    """The fixed prompt of the weight-sync proof: pseudo-random ids below the vocabulary's size, the same in every run."""
+    import json
+
+    assert config.model.hf_checkpoint is not None
+    model = json.loads((Path(config.model.hf_checkpoint) / "config.json").read_text())
+    length = min(PROBE_LENGTH, int(model.get("max_position_embeddings", PROBE_LENGTH)) // 2)
+    generator = random.Random(20260101)
+    return [generator.randrange(int(model["vocab_size"])) for _ in range(length)]

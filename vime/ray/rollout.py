@@ -1,0 +1,225 @@
+"""`RolloutManager`: the actor that turns prompts into training batches, and the driver's handle on it.
+
+It owns the data source, the rollout function and the router; engines are actors of their own. Groups of samples come from
+the rollout function, are normalised by group id and packed, and leave as one batch per data-parallel rank in Ray's object
+store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from vime.backends.vllm_utils.router import RouterServer
+from vime.config import RunConfig
+from vime.errors import EngineError
+from vime.hooks import load_hook
+from vime.packing.build import build_train_batches, packing_metrics
+from vime.ray.process import WatchedActor, watched_actor
+from vime.ray.supervisor import Supervisor
+from vime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
+from vime.utils.types import Sample
+
+__all__ = ["Generated", "RolloutClient", "RolloutManager"]
+
+CHILD_POLL_SECONDS = 0.25
+ROUTER_DEADLINE = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generated:
+    """One rollout step: refs[d] is data-parallel rank d's TrainBatch in the object store."""
+
+    refs: list[Any]
+    metrics: dict[str, float]
+    samples: list[dict[str, Any]]  # a few, readable
+
+
+class RolloutManager(WatchedActor):
+    """See the module. Methods are called one at a time."""
+
+    def __init__(self, config: RunConfig, run_dir: str, log_dir: str) -> None:
+        super().__init__(str(Path(log_dir) / "rollout_manager.log"))
+        self._config, self._run_dir, self._log_dir = config, run_dir, Path(log_dir)
+        self._router: RouterServer | None = None
+        self._args = config.args(run_dir=run_dir, num_engines=config.num_engines, vllm_router_ip=None, vllm_router_port=None)
+        self._source: Any = None
+
+    def init(self, load: str | None) -> int:
+        """Load hooks and data; returns the number of prompts. Runs while engines and trainers start."""
+        config = self._config
+        self._source = load_hook(config.data.data_source_path, "data_source", "--data-source-path")(self._args)
+        if load is not None:
+            self._source.load(load)
+        self._rollout = load_hook(config.rollout.rollout_function_path, "rollout_function", "--rollout-function-path")
+        path = config.eval.eval_function_path
+        self._eval = load_hook(path, "rollout_function", "--eval-function-path") if path else self._rollout
+        path = config.reward.custom_reward_post_process_path
+        self._post_process = load_hook(path, "reward_post_process", "--custom-reward-post-process-path") if path else None
+        return len(self._source)
+
+    def connect(self, engine_urls: list[str]) -> None:
+        """Start the router in front of the engines, or take the one that the user named."""
+        engine = self._config.engine
+        host, port = engine.vllm_router_ip, engine.vllm_router_port
+        if host is None:
+            self._router = RouterServer(engine_urls, router_tokens=self._config.router_tokens, log_path=self._log_dir / "router.log")
+            self._router.wait_ready(ROUTER_DEADLINE)
+            host, port = self._router.host, self._router.port
+        self._args = self._config.args(
+            run_dir=self._run_dir, num_engines=self._config.num_engines, vllm_router_ip=host, vllm_router_port=port
+        )
+
+    def watch(self) -> None:
+        """Return when the run ends; raise when the router dies."""
+        while not self._stopped.wait(CHILD_POLL_SECONDS):
+            code = self._router.poll() if self._router is not None else None
+            if code is not None and not self._stopped.is_set():
+                assert self._router is not None
+                raise EngineError(f"the router died (exit {code}).\n{self._router.log_tail()}")
+
+    def generate(self, rollout_id: int) -> Generated:
+        """One rollout step: generate, score, normalise, pack."""
+        output = self._rollout(self._args, rollout_id, self._source, evaluation=False)
+        if not isinstance(output, RolloutFnTrainOutput):
+            output = RolloutFnTrainOutput(samples=output)
+        samples = list(_flatten(output.samples))
+        config = self._config
+        batches = build_train_batches(
+            samples,
+            rollout_id=rollout_id,
+            data=config.data,
+            algorithm=config.algorithm,
+            reward=config.reward,
+            dp_size=config.data_parallel_size,
+            args=self._args,
+            processed_rewards=self._post_process(self._args, samples) if self._post_process else None,
+        )
+        return Generated(
+            refs=[ray.put(batch) for batch in batches],
+            metrics=dict(output.metrics) | packing_metrics(batches, config.data),
+            samples=[_readable(s) for s in samples[: self._config.logging.log_samples]],
+        )
+
+    def evaluate(self, rollout_id: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """Metrics and a few readable samples of the held-out files."""
+        output = self._eval(self._args, rollout_id, self._source, evaluation=True)
+        if not isinstance(output, RolloutFnEvalOutput):
+            output = RolloutFnEvalOutput(data=output)
+        shown = []
+        for data in output.data.values():
+            shown += [_readable(sample) for sample in list(data.get("samples", []))[: self._config.logging.log_samples]]
+        return dict(output.metrics), shown
+
+    def save(self, path: str) -> None:
+        """Write the data source's part of a commit."""
+        self._source.save(path)
+
+    def stop(self) -> None:
+        """End the router."""
+        self._stopped.set()
+        if self._router is not None:
+            self._router.stop()
+
+
+def _flatten(groups: Iterable[Any]) -> Iterable[Sample]:
+    """Samples of nested groups and fan-outs, in order."""
+    for item in groups:
+        if isinstance(item, Sample):
+            yield item
+        else:
+            yield from _flatten(item)
+
+
+def _readable(sample: Sample) -> dict[str, Any]:
+    return {
+        "index": sample.index,
+        "group": sample.group_index,
+        "prompt": sample.prompt,
+        "response": sample.response,
+        "label": sample.label,
+        "reward": sample.reward,
+        "status": sample.status.value,
+        "weight_version": sample.weight_versions[-1] if sample.weight_versions else None,
+    }
+
+
+class RolloutClient:
+    """The driver's handle on the manager and the engines; every wait goes through the supervisor."""
+
+    NAME = "rollout manager"
+
+    def __init__(self, config: RunConfig, supervisor: Supervisor, manager: Any, engines: list[Any], engine_names: list[str]) -> None:
+        self._config, self._supervisor, self._manager = config, supervisor, manager
+        self._engines, self._engine_names = engines, engine_names
+        self._endpoints: list[Any] = []
+        self.num_prompts = 0
+
+    @classmethod
+    def launch(cls, config: RunConfig, supervisor: Supervisor, placement: Any, run_dir: Path, log_dir: Path, run_id: str) -> RolloutClient:
+        """Create the manager and the engines; their servers begin to start at once."""
+        from vime.ray.engine_actor import VLLMEngine
+        from vime.ray.placement_group import CPU_SHARE
+
+        manager = watched_actor(RolloutManager).options(num_cpus=0).remote(config, str(run_dir), str(log_dir))
+        supervisor.watch(cls.NAME, manager.watch.options(concurrency_group="watch").remote(), log_dir / "rollout_manager.log")
+        engines, names = [], []
+        engine_class = watched_actor(VLLMEngine)
+        for index in range(config.num_engines):
+            options = {"num_cpus": CPU_SHARE, "scheduling_strategy": placement.engine(index)}
+            engine = engine_class.options(**options).remote(config, index, str(log_dir), run_id)
+            names.append(f"engine {index}")
+            supervisor.watch(names[-1], engine.watch.options(concurrency_group="watch").remote(), log_dir / f"engine_{index}.log")
+            engines.append(engine)
+        return cls(config, supervisor, manager, engines, names)
+
+    def ready(self, load: Path | None) -> None:
+        """Wait until data and engines are ready, then put the router in front of the engines."""
+        refs = [self._manager.init.remote(str(load) if load else None), *(engine.start.remote() for engine in self._engines)]
+        deadline = self._config.engine.vllm_start_deadline + 30.0
+        self.num_prompts, *self._endpoints = self._supervisor.get(
+            refs, names=[self.NAME, *self._engine_names], phase="start", deadline=deadline
+        )
+        if self._engines:
+            self._call(self._manager.connect, [endpoint.url for endpoint in self._endpoints], phase="router start", deadline=120.0)
+
+    @property
+    def has_engines(self) -> bool:
+        """Whether there is anything to send weights to."""
+        return bool(self._engines)
+
+    def endpoints(self) -> list[Any]:
+        """Where the engines' control ports are."""
+        return self._endpoints
+
+    def generate(self, rollout_id: int) -> Generated:
+        """One rollout step."""
+        return self._call(self._manager.generate, rollout_id, phase=f"rollout {rollout_id}", deadline=self._deadline)
+
+    def evaluate(self, rollout_id: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """The held-out files with the current weights."""
+        return self._call(self._manager.evaluate, rollout_id, phase="evaluation", deadline=self._deadline)
+
+    def save(self, path: str) -> None:
+        """Write the data source's part of a commit."""
+        self._call(self._manager.save, path, phase="save", deadline=300.0)
+
+    def shutdown(self) -> None:
+        """End router and engines; never raises."""
+        refs = [actor.stop.remote() for actor in [self._manager, *self._engines]]
+        ray.wait(refs, num_returns=len(refs), timeout=60.0)
+        for actor in [self._manager, *self._engines]:
+            with contextlib.suppress(Exception):
+                ray.kill(actor)
+
+    @property
+    def _deadline(self) -> float:
+        return self._config.rollout.rollout_deadline + 60.0  # the rollout's own deadline speaks first, and knows more
+
+    def _call(self, method: Any, *args: Any, phase: str, deadline: float) -> Any:
+        return self._supervisor.get([method.remote(*args)], names=[self.NAME], phase=phase, deadline=deadline)[0]
