@@ -52,7 +52,7 @@ fi
 
 # --no-deps: the lock is complete, the resolver would take minutes and could only disagree with it.
 pip() { .venv/bin/python -m pip --disable-pip-version-check "$@"; }
-install="install --quiet --no-deps"
+install="install --quiet --quiet --no-deps"
 echo "setup: installing $(grep -c == "$lock") pinned packages from $lock (about two minutes with a good connection)"
 if [ -n "${VIME_TORCH_INDEX:-}" ]; then
     rest=$(mktemp)

@@ -1,0 +1,77 @@
+"""The documents: their commands are of the kind that runs, their links lead somewhere."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.rules.source import ROOT, relative
+from vime.utils.arguments import parse_args
+
+DOCUMENTS = [ROOT / "README.md", ROOT / "AGENTS.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("**/*.md"))]
+DOCUMENTS += sorted((ROOT / "examples").glob("**/*.md"))
+TRAIN = (["vime", "train"], [".venv/bin/vime", "train"], ["python", "train.py"])
+
+
+def commands(document: Path) -> Iterator[tuple[str, list[str]]]:
+    """(place, words) of each command in the document's bash blocks; continued lines are joined, comments dropped."""
+    for block in re.finditer(r"```bash\n(.*?)```", document.read_text(encoding="utf-8"), re.DOTALL):
+        for line in block.group(1).replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            if words:
+                yield f"{relative(document)}: {line.strip()[:80]}", words
+
+
+def train_commands() -> list[tuple[str, list[str]]]:
+    """(place, flags) of each training command in the documents."""
+    found = [command for document in DOCUMENTS for command in commands(document)]
+    return [(place, words[2:]) for place, words in found if words[:2] in TRAIN and len(words) > 2]
+
+
+@pytest.mark.parametrize(("place", "flags"), train_commands(), ids=lambda value: value if isinstance(value, str) else "")
+def test_training_commands_parse(place: str, flags: list[str]) -> None:
+    if flags not in (["--help"], ["--print-config"]):
+        assert parse_args(flags).data.rollout_batch_size, place
+
+
+def test_every_make_target_in_the_documents_exists() -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    named = [(place, words) for document in DOCUMENTS for place, words in commands(document) if words[0] == "make"]
+    assert named, "the documents name no make target"
+    wrong = [place for place, words in named if not {word for word in words[1:] if "=" not in word} <= targets]
+    assert not wrong
+
+
+def test_links_lead_to_files() -> None:
+    dead = []
+    for document in DOCUMENTS:
+        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", document.read_text(encoding="utf-8")):
+            if not re.match(r"[a-z]+:", target) and not (document.parent / target).exists():
+                dead.append(f"{relative(document)}: {target}")
+    assert not dead, "\n".join(dead)
+
+
+def test_no_document_or_source_names_a_path_of_one_machine() -> None:
+    home = re.compile(r"(?<![\w.])/(work|root|home/\w+|Users/\w+|opt/pypi)/")
+    folders = ("vime", "tests", "examples", "scripts", "docs", "benchmarks", ".ci", "requirements")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".md", ".sh", ".txt", ".in", "")]
+    wrong = []
+    for path in [*files, *DOCUMENTS, ROOT / "Makefile", ROOT / "pyproject.toml"]:
+        if path.is_file() and path != Path(__file__):
+            for number, line in enumerate(path.read_text(encoding="utf-8", errors="ignore").splitlines(), 1):
+                if home.search(line):
+                    wrong.append(f"{relative(path)}:{number}: {line.strip()[:80]}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_scripts_can_be_executed_and_name_their_shell() -> None:
+    for path in [*sorted((ROOT / "scripts").glob("*.sh")), ROOT / ".ci" / "run"]:
+        assert os.access(path, os.X_OK), f"{relative(path)} is not executable"
+        head = path.read_text(encoding="utf-8")
+        assert head.startswith("#!/usr/bin/env bash\n"), relative(path)
+        assert "set -euo pipefail" in head, relative(path)

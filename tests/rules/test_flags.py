@@ -1,0 +1,54 @@
+"""The command line's surface: a new flag is a decision, so it fails here until it is entered in the list."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import fields
+
+from tests.rules.source import ROOT
+from vime.config import SECTIONS
+from vime.config.fields import flag_specs
+
+FLAG_LIST = ROOT / "tests" / "rules" / "flags.txt"
+
+
+def all_flags() -> list[str]:
+    """Every flag of every section."""
+    return [spec.flag for section in SECTIONS.values() for spec in flag_specs(section)]
+
+
+def test_the_flags_are_those_of_the_list() -> None:
+    listed = FLAG_LIST.read_text(encoding="utf-8").split()
+    assert listed == sorted(set(listed)), "keep flags.txt sorted, one flag a line"
+    new, gone = sorted(set(all_flags()) - set(listed)), sorted(set(listed) - set(all_flags()))
+    assert not new, f"new flags; if each is worth its place, enter them in tests/rules/flags.txt: {new}"
+    assert not gone, f"flags.txt names flags that are gone: {gone}"
+
+
+def test_each_flag_has_one_owner() -> None:
+    assert not [flag for flag, count in Counter(all_flags()).items() if count > 1]
+
+
+def test_each_field_name_is_unique_over_the_sections() -> None:
+    """Hooks get one flat `args`: two sections may not hold the same name."""
+    names = Counter(field.name for section in SECTIONS.values() for field in fields(section))
+    assert not [name for name, count in names.items() if count > 1]
+
+
+def test_each_field_has_one_line_of_documentation() -> None:
+    wrong = []
+    for name, section in SECTIONS.items():
+        assert section.__doc__, f"{name} has no docstring"
+        for field in fields(section):
+            doc = field.metadata.get("doc", "")
+            if len(doc) < 8 or "\n" in doc or not doc.endswith((".", ")", "?")):
+                wrong.append(f"{name}.{field.name}: {doc!r}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_sections_are_frozen_and_keyword_only() -> None:
+    for section in SECTIONS.values():
+        parameters = section.__dataclass_params__  # type: ignore[attr-defined]
+        assert parameters.frozen, f"{section.__name__} is not frozen"
+        assert parameters.kw_only, f"{section.__name__} is not keyword-only"
+        assert "__slots__" in vars(section), f"{section.__name__} has no slots"
