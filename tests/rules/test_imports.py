@@ -19,8 +19,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("vime.rollout", "vime.agent", "vime.backends"),
     ("vime.checkpoint",),
     ("vime.ray",),
-    ("vime.loop",),
-    ("vime.cli", "vime.utils.arguments"),
+    ("vime.loop", "vime.utils.arguments"),
+    ("vime.cli",),
 )
 RANKS = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 
