@@ -1,0 +1,88 @@
+"""Starting whole runs from their command line, and looking at what they leave behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+MARK = "VIME_TEST_RUN"  # in the environment of a run and so of every process that it starts
+
+
+class Run:
+    """One `python train.py ...` process with everything below it."""
+
+    def __init__(self, flags: list[str], log: Path, env: dict[str, str] | None = None) -> None:
+        self.mark = uuid.uuid4().hex
+        self.log = log
+        self.segments_before = set(os.listdir("/dev/shm"))
+        with log.open("wb") as out:
+            self.process = subprocess.Popen(
+                [sys.executable, str(ROOT / "train.py"), *flags],
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, MARK: self.mark, **(env or {})},
+                cwd=ROOT,
+            )
+
+    @property
+    def output(self) -> str:
+        """Everything printed so far."""
+        return self.log.read_text(errors="replace")
+
+    def wait(self, seconds: float = 280.0) -> int:
+        """The exit code; a run that does not end is killed and fails the test with its output."""
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise AssertionError(f"the run did not end within {seconds} s:\n{self.output[-3000:]}") from None
+
+    def wait_for(self, text: str, seconds: float = 240.0) -> None:
+        """Wait until the run has printed `text`."""
+        end = time.monotonic() + seconds
+        while text not in self.output:
+            assert self.process.poll() is None, f"the run ended before '{text}':\n{self.output[-3000:]}"
+            assert time.monotonic() < end, f"no '{text}' within {seconds} s:\n{self.output[-3000:]}"
+            time.sleep(0.05)  # looking at a file of another process
+
+    def kill(self) -> None:
+        """kill -9 of the driver alone."""
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+    def processes(self) -> dict[int, str]:
+        """Every living process of the run: pid -> command line."""
+        found = {}
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit():
+                continue
+            try:
+                if f"{MARK}={self.mark}".encode() in (entry / "environ").read_bytes().split(b"\0"):
+                    found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:150]
+            except OSError:
+                continue
+        return found
+
+    def assert_nothing_left(self, seconds: float = 30.0) -> None:
+        """No process and no shared-memory segment of the run is left, at the latest after `seconds`."""
+        end = time.monotonic() + seconds
+        while (left := self.processes()) and time.monotonic() < end:
+            time.sleep(0.2)  # other processes are ending
+        assert left == {}
+        assert set(os.listdir("/dev/shm")) - self.segments_before == set()
+
+
+def metrics(folder: Path, *, timing: bool = False) -> list[dict[str, object]]:
+    """metrics.jsonl, by default without what depends on the clock."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    if timing:
+        return lines
+    return [{k: v for k, v in line.items() if not k.startswith("perf/")} for line in lines]

@@ -1,0 +1,49 @@
+"""A run that was killed goes on as if nothing had happened, bitwise, and leaves nothing behind."""
+
+import pytest
+from runs import Run, metrics
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(assets, tmp_path_factory, session_flags):
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    run = Run(session_flags(save=folder / "run"), folder / "out.txt")
+    assert run.wait() == 0, run.output[-3000:]
+    run.assert_nothing_left()
+    return folder / "run"
+
+
+def test_trainer_and_engine_agree_in_every_step(uninterrupted):
+    steps = [line for line in metrics(uninterrupted) if line["source"] == "step"]
+    assert [line["step"] for line in steps] == [0, 1, 2, 3]
+    assert all(line["train/train_rollout_logprob_abs_diff"] <= 1e-4 for line in steps)
+
+
+def test_the_final_checkpoint_loads_in_transformers(uninterrupted):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(uninterrupted / "hf")
+    tokenizer = AutoTokenizer.from_pretrained(uninterrupted / "hf")
+    assert model.config.vocab_size == len(tokenizer)
+
+
+def test_every_step_of_an_uninterrupted_run_is_there_with_its_sync_proof(uninterrupted):
+    steps = [line for line in metrics(uninterrupted, timing=True) if line["source"] == "step"]
+    assert all(line["perf/update_weights_proof_max_abs_diff"] <= 1e-4 for line in steps)
+    assert all(line["perf/update_weights_bytes"] > 0 for line in steps)
+
+
+def test_a_killed_run_resumes_bitwise_equal(uninterrupted, session_flags, tmp_path):
+    """kill -9 of the driver inside step 4, after the commit of step 2; then the same command again."""
+    command = session_flags(save=tmp_path / "run")
+    first = Run(command, tmp_path / "first.txt")
+    first.wait_for("step 3/4")
+    first.kill()
+    first.assert_nothing_left()
+    second = Run(command, tmp_path / "second.txt")
+    assert second.wait() == 0, second.output[-3000:]
+    second.assert_nothing_left()
+    assert "steps 3 to 4" in second.output
+    assert metrics(tmp_path / "run") == metrics(uninterrupted)
