@@ -1,0 +1,218 @@
+"""Client of one engine's control endpoints: pause, weight update, caches, sleep. Synchronous, over plain http.client.
+
+Control calls go to the engine itself, never through the router, and carry the secret that the engine was started with.
+A call that may safely be repeated is repeated after a connection error or a 5xx; the steps of a weight update are not.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlencode, urlsplit
+
+from vime.backends.vllm_utils.control_guard import SECRET_HEADER
+from vime.errors import DeadlineError, EngineError
+
+__all__ = ["EngineControl", "EngineEndpoint", "EngineFeatures"]
+
+_RETRIES = 3  # further tries of a repeatable call
+_BACKOFF = 0.1  # seconds before the first of them; doubles
+
+_NEEDED = {
+    "/inference/v1/generate": "start it with --enable-scale-out",
+    "/pause": "start it with VLLM_SERVER_DEV_MODE=1",
+    "/resume": "start it with VLLM_SERVER_DEV_MODE=1",
+    "/reset_prefix_cache": "start it with VLLM_SERVER_DEV_MODE=1",
+    "/init_weight_transfer_engine": "it is too old for weight updates: vLLM >= 0.26 has them",
+    "/start_weight_update": "it is too old for weight updates: vLLM >= 0.26 has them",
+    "/update_weights": "it is too old for weight updates: vLLM >= 0.26 has them",
+    "/finish_weight_update": "it is too old for weight updates: vLLM >= 0.26 has them",
+    "/weight_info": "it is too old for weight versions",
+    "/collective_rpc": "start it with VLLM_SERVER_DEV_MODE=1",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineEndpoint:
+    """Where an engine is reached, and the secret of its control paths. Example: name="engine 0", url="http://127.0.0.1:8101"."""
+
+    name: str
+    url: str
+    secret: str
+
+    def __repr__(self) -> str:
+        return f"EngineEndpoint({self.name}, {self.url})"  # without the secret: representations end up in logs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFeatures:
+    """What `probe` found: the engine's version and the endpoints it serves."""
+
+    version: str
+    paths: frozenset[str]
+
+
+class EngineControl:
+    """One engine. Every call takes a deadline in seconds and raises DeadlineError, or EngineError with the engine's answer."""
+
+    def __init__(self, url: str, secret: str, *, name: str = "engine", seconds: float = 60.0) -> None:
+        """`url` like http://127.0.0.1:8101; `seconds` is the deadline of calls that are given none."""
+        parts = urlsplit(url)
+        if parts.scheme != "http" or not parts.hostname or not parts.port:
+            raise ValueError(f"engine url '{url}': expected http://HOST:PORT")
+        self.name, self.url = name, url
+        self._host, self._port, self._secret, self._seconds = parts.hostname, parts.port, secret, seconds
+
+    @classmethod
+    def of(cls, endpoint: EngineEndpoint, *, seconds: float = 60.0) -> EngineControl:
+        """The client of an endpoint."""
+        return cls(endpoint.url, endpoint.secret, name=endpoint.name, seconds=seconds)
+
+    def healthy(self, seconds: float = 2.0) -> bool:
+        """True when the engine answers /health with 200 within `seconds`; never raises for an engine that is not up."""
+        try:
+            status, _ = self._once("GET", "/health", None, seconds)
+        except (OSError, http.client.HTTPException):
+            return False
+        return status == 200
+
+    def probe(self) -> EngineFeatures:
+        """Ask what the engine can do. EngineError names each missing feature with its cure."""
+        paths = frozenset(self.call("GET", "/openapi.json")["paths"])
+        version = str(self.call("GET", "/version")["version"])
+        lacks = [f"{path} ({cure})" for path, cure in _NEEDED.items() if path not in paths]
+        if lacks:
+            raise EngineError(f"{self.name} (vLLM {version} at {self.url}) lacks " + "; ".join(lacks))
+        return EngineFeatures(version=version, paths=paths)
+
+    def pause(self, mode: str = "keep", seconds: float | None = None) -> None:
+        """Stop scheduling. mode: keep (requests go on after resume), wait (finish them first), abort (return what they have)."""
+        self.call("POST", "/pause", query={"mode": mode}, seconds=seconds)
+
+    def resume(self, seconds: float | None = None) -> None:
+        """Schedule again."""
+        self.call("POST", "/resume", seconds=seconds)
+
+    def is_paused(self) -> bool:
+        """Whether the engine is paused."""
+        return bool(self.call("GET", "/is_paused")["is_paused"])
+
+    def reset_prefix_cache(self, seconds: float | None = None) -> None:
+        """Forget all cached keys and values, those of running requests included (they are computed anew)."""
+        answer = self.call("POST", "/reset_prefix_cache", query={"reset_running_requests": "true"}, seconds=seconds)
+        if not answer.get("success"):
+            raise EngineError(f"{self.name} could not reset its prefix cache: it would mix keys and values of two weight versions.")
+
+    def init_weight_update(self, info: dict[str, Any], seconds: float | None = None) -> None:
+        """Set the weight transport up; once per engine."""
+        self.call("POST", "/init_weight_transfer_engine", {"init_info": info}, seconds=seconds, repeat=False)
+
+    def start_weight_update(self, seconds: float | None = None) -> None:
+        """Open a weight update."""
+        self.call("POST", "/start_weight_update", seconds=seconds, repeat=False)
+
+    def update_weights(self, info: dict[str, Any], seconds: float | None = None) -> None:
+        """Load one bucket."""
+        self.call("POST", "/update_weights", {"update_info": info}, seconds=seconds, repeat=False)
+
+    def finish_weight_update(self, version: str | None, seconds: float | None = None) -> None:
+        """Close a weight update; with a version, tokens sampled from now on carry it."""
+        body = None if version is None else {"weight_version": version}
+        self.call("POST", "/finish_weight_update", body, seconds=seconds, repeat=False)
+
+    def weight_version(self) -> str:
+        """The version of the last finished update; "default" before the first."""
+        return str(self.call("GET", "/weight_info")["weight_version"])
+
+    def received_weights(self, seconds: float | None = None) -> list[dict[str, Any]]:
+        """Per worker: {"tensors": {name: [dtype, shape, digest]}, "unloaded": [parameters that no tensor was loaded into]}."""
+        answer = self.call("POST", "/collective_rpc", {"method": "vime_received_weights"}, seconds=seconds)
+        return list(answer["results"])
+
+    def sleep(self, level: int = 1, seconds: float | None = None) -> None:
+        """Free device memory. level 1 keeps the weights in host memory, 2 drops them. Needs --enable-sleep-mode."""
+        self.call("POST", "/sleep", query={"level": str(level)}, seconds=seconds)
+
+    def wake_up(self, tags: tuple[str, ...] = (), seconds: float | None = None) -> None:
+        """Take device memory back: all of it, or the tags named ("weights", "kv_cache")."""
+        self.call("POST", "/wake_up", query=[("tags", tag) for tag in tags], seconds=seconds)
+
+    def abort(self, request_ids: tuple[str, ...] = (), seconds: float | None = None) -> int:
+        """End these requests, or all when none are named; they return what they have. Returns how many."""
+        answer = self.call("POST", "/abort_requests", {"request_ids": list(request_ids)}, seconds=seconds)
+        return int(answer.get("aborted", 0))
+
+    def prompt_log_probs(self, tokens: list[int], seconds: float | None = None) -> tuple[list[float], str]:
+        """Natural log-probability of tokens[1:], each given its prefix [len - 1], and the weight version they belong to."""
+        params = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
+        answer = self.call("POST", "/inference/v1/generate", {"token_ids": tokens, "sampling_params": params}, seconds=seconds)
+        rows = answer.get("prompt_logprobs") or []
+        if len(rows) != len(tokens):
+            raise EngineError(f"{self.name} returned {len(rows)} prompt log-probs for {len(tokens)} tokens.")
+        values = [float(row[str(token)]["logprob"]) for token, row in zip(tokens[1:], rows[1:], strict=True)]
+        spans = answer["choices"][0].get("weight_versions") or []
+        return values, str(spans[-1]["version"]) if spans else ""
+
+    def call(
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        *,
+        query: dict[str, str] | list[tuple[str, str]] | None = None,
+        seconds: float | None = None,
+        repeat: bool = True,
+    ) -> dict[str, Any]:
+        """One request; the decoded JSON object (empty when the engine sends none)."""
+        limit = self._seconds if seconds is None else seconds
+        deadline = time.monotonic() + limit
+        target = f"{path}?{urlencode(query)}" if query else path
+        for attempt in range(1 + (_RETRIES if repeat else 0)):
+            if attempt:
+                time.sleep(min(_BACKOFF * 2 ** (attempt - 1), max(0.0, deadline - time.monotonic())))  # back off, bounded
+            remaining = deadline - time.monotonic()
+            try:
+                if remaining <= 0:
+                    raise TimeoutError
+                status, text = self._once(method, target, body, remaining)
+                failure = f"answered {status}: {_message(text)}"
+            except TimeoutError as error:
+                raise DeadlineError(peer=f"{self.name} at {self.url}", phase=path, seconds=limit, cure="Look at its log.") from error
+            except (OSError, http.client.HTTPException) as error:
+                status, text, failure = 0, b"", f"cannot be reached: {error!r}"
+            if 200 <= status < 300:
+                return _decoded(text)
+            if 400 <= status < 500:
+                break
+        raise EngineError(f"{self.name} at {self.url}, {method} {path}: {failure}")
+
+    def _once(self, method: str, target: str, body: dict[str, Any] | None, seconds: float) -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection(self._host, self._port, timeout=seconds)
+        headers = {SECRET_HEADER: self._secret, "content-type": "application/json"}
+        try:
+            connection.request(method, target, None if body is None else json.dumps(body), headers)
+            response = connection.getresponse()
+            return response.status, response.read()
+        finally:
+            connection.close()
+
+
+def _decoded(text: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(text) if text else {}
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {"value": value}
+
+
+def _message(text: bytes) -> str:
+    """The human part of an error answer, at most 500 characters."""
+    try:
+        error = json.loads(text).get("error")
+        found = error.get("message") if isinstance(error, dict) else error
+    except (ValueError, AttributeError):
+        found = None
+    return str(found or text.decode("utf-8", "replace"))[:500]

@@ -1,0 +1,122 @@
+"""A server as our child process: started under the supervisor, with a log file, a readiness probe and a certain end."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+
+from vime.errors import DeadlineError, EngineError, ResourceError
+
+__all__ = ["LOOPBACK", "ServerProcess", "claim_port", "new_secret"]
+
+LOOPBACK = "127.0.0.1"
+_SUPERVISOR = Path(__file__).with_name("supervisor.py")
+_PROBE_INTERVAL = 0.1  # seconds between looks at a server that is starting
+_STOP_MARGIN = 20.0  # seconds beyond the grace period until the supervisor must have ended
+
+
+def new_secret() -> str:
+    """A fresh secret for an engine's control paths."""
+    return secrets.token_hex(16)
+
+
+def claim_port(port: int | None, *, what: str) -> int:
+    """A free loopback port: the given one, or any. A given port that is taken is a ResourceError."""
+    with closing(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((LOOPBACK, port or 0))
+        except OSError as error:
+            raise ResourceError(
+                f"Port {port} for {what} cannot be had on {LOOPBACK} ({error.strerror}). Choose another, or end the process that listens there."
+            ) from error
+        return int(probe.getsockname()[1])
+
+
+class ServerProcess:
+    """One server and all its descendants.
+
+    Its end is certain: `stop()` ends the whole tree and checks that it is gone, and when this process dies, however that
+    happens, the supervisor does the same. Not safe for use by several threads at once.
+    """
+
+    def __init__(self, name: str, command: Sequence[str], *, env: Mapping[str, str], log_path: Path, grace: float = 5.0) -> None:
+        """`name` appears in messages; `env` is the complete environment; the log is appended to; `grace` in seconds."""
+        self.name = name
+        self.log_path = log_path
+        self._grace = grace
+        self._scratch = tempfile.mkdtemp(prefix="vime-")
+        control_read, self._control = os.pipe()
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        self._log_start = log_path.stat().st_size if log_path.exists() else 0
+        supervisor = [sys.executable, "-S", "-I", str(_SUPERVISOR), str(os.getpid()), str(control_read), str(grace), self._scratch, "--"]
+        full_env = {**env, "TMPDIR": self._scratch, "VLLM_RPC_BASE_PATH": self._scratch}
+        try:
+            with log_path.open("ab") as log:
+                self._process = subprocess.Popen(
+                    [*supervisor, *command],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=full_env,
+                    pass_fds=(control_read,),
+                    start_new_session=True,
+                )
+        except OSError as error:
+            os.close(self._control)
+            shutil.rmtree(self._scratch, ignore_errors=True)
+            raise EngineError(f"{name} could not be started: {error}") from error
+        finally:
+            os.close(control_read)
+
+    @property
+    def pid(self) -> int:
+        """The supervisor's process id: the root of the tree."""
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        """None while the server runs, else its exit status."""
+        return self._process.poll()
+
+    def log_tail(self, lines: int = 25) -> str:
+        """The last lines this server wrote to its log."""
+        with self.log_path.open("rb") as log:
+            log.seek(max(self._log_start, self.log_path.stat().st_size - 64 * 1024))
+            text = log.read().decode("utf-8", "replace")
+        return "\n".join(text.rstrip().splitlines()[-lines:])
+
+    def wait_ready(self, probe: Callable[[], bool], seconds: float, *, cure: str) -> None:
+        """Return as soon as `probe()` is true. EngineError at once when the server ends, DeadlineError after `seconds`."""
+        deadline = time.monotonic() + seconds
+        while True:
+            status = self.poll()
+            if status is not None:
+                raise EngineError(
+                    f"{self.name} ended with status {status} before it was ready. {cure}\nLast lines of {self.log_path}:\n{self.log_tail()}"
+                )
+            if probe():
+                return
+            if time.monotonic() > deadline:
+                last = self.log_tail(1) or "nothing logged"
+                raise DeadlineError(peer=self.name, phase="start", seconds=seconds, progress=last, cure=f"{cure} Log: {self.log_path}")
+            time.sleep(_PROBE_INTERVAL)  # a bounded poll of another process; it has no event that we could wait for
+
+    def stop(self) -> None:
+        """End the whole tree; returns when it is gone. A second call does nothing."""
+        if self._control >= 0:
+            os.close(self._control)
+            self._control = -1
+        limit = self._grace + _STOP_MARGIN
+        try:
+            self._process.wait(limit)
+        except subprocess.TimeoutExpired as error:
+            raise DeadlineError(peer=self.name, phase="stop", seconds=limit, cure=f"Look at process {self.pid} and its children.") from error

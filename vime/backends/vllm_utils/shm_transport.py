@@ -1,0 +1,115 @@
+"""Worker side of the `shm` weight transport: flat buckets out of shared memory into vLLM's own weight loading.
+
+Runs inside vLLM's worker processes. A bucket is copied once into private memory (vLLM keeps views of it until a whole layer
+has arrived, so the sender may reuse the segment at once), digested tensor by tensor, and loaded. Two things that vLLM's base
+class does are wrong for CPU workers and are done otherwise here: see `update_weights` and `_redispatch_packed_layers`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from vime.backends.vllm_utils.digest import digest_bytes
+from vime.backends.vllm_utils.segment import Segment
+
+__all__ = ["ShmInitInfo", "ShmUpdateInfo", "ShmWeightTransferEngine"]
+
+
+@dataclass
+class ShmInitInfo(WeightTransferInitInfo):
+    """Nothing to agree on: segments are named bucket by bucket."""
+
+
+@dataclass
+class ShmUpdateInfo(WeightTransferUpdateInfo):
+    """One bucket: the segment's name, the bytes in use, and where each tensor lies (`TensorSpec.to_wire`)."""
+
+    segment: str
+    num_bytes: int
+    tensors: list[dict[str, Any]]
+
+
+class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
+    """Receives weights in checkpoint format (Hugging Face names, full tensors) from shared memory."""
+
+    init_info_cls = ShmInitInfo
+    update_info_cls = ShmUpdateInfo
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._segment: Segment | None = None
+        self._received: dict[str, list[Any]] = {}
+        self._unloaded: set[str] = set()
+
+    @property
+    def received(self) -> dict[str, Any]:
+        """What this worker got in the present (or last) update: [dtype, shape, digest] per tensor, and what it lacks."""
+        return {"tensors": self._received, "unloaded": sorted(self._unloaded)}
+
+    def init_transfer_engine(self, init_info: ShmInitInfo) -> None:
+        """Nothing to set up: each bucket names its segment."""
+
+    def start_weight_update(self) -> None:
+        """Take the model's layers apart for reloading."""
+        self._received = {}
+        self._unloaded = {name for name, _ in self.model.named_parameters()}
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Load one bucket. The base class synchronises an accelerator here, which fails on a machine without one."""
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: ShmUpdateInfo) -> None:
+        """Copy the bucket out of shared memory, digest each tensor as received, and hand them to vLLM's loaders."""
+        shared = torch.frombuffer(self._attached(update_info.segment).memory, dtype=torch.uint8, count=update_info.num_bytes)
+        bucket = shared.clone()
+        del shared
+        weights = []
+        for spec in update_info.tensors:
+            raw = bucket[spec["offset"] : spec["offset"] + spec["num_bytes"]]
+            self._received[spec["name"]] = [spec["dtype"], spec["shape"], digest_bytes(raw)]
+            weights.append((spec["name"], raw.view(getattr(torch, spec["dtype"])).view(spec["shape"])))
+        loaded = self.model.load_weights(weights)
+        self._unloaded -= loaded or set()
+
+    def finish_weight_update(self) -> None:
+        """Put the layers together again."""
+        finalize_layerwise_reload(self.model, self.model_config)
+        self._redispatch_packed_layers()
+        self._detach()
+
+    def shutdown(self) -> None:
+        """Unmap what is still mapped."""
+        self._detach()
+
+    def _redispatch_packed_layers(self) -> None:
+        """Pack the output layer anew from its present weight (CPU).
+
+        A tied output layer shares its parameter with the embedding, so the reload never processes it; but on CPU it computes
+        with a packed copy made when the model was first loaded, and would go on computing with the old weights.
+        """
+        if self.device.type != "cpu":
+            return
+        from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+        for layer in self.model.modules():
+            if hasattr(layer, "cpu_linear") and getattr(layer, "weight", None) is not None and layer.weight.numel() > 0:
+                dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+
+    def _attached(self, name: str) -> Segment:
+        if self._segment is None or self._segment.name != name:
+            self._detach()
+            self._segment = Segment.attach(name)
+        return self._segment
+
+    def _detach(self) -> None:
+        if self._segment is not None:
+            self._segment.close()
+            self._segment = None
