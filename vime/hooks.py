@@ -1,0 +1,304 @@
+"""Users' functions: what each kind must look like, loading them by path, and errors that point into their code.
+
+The Protocols below are the one statement of each hook's signature: checking and messages are derived from them. This
+module imports no torch; a user's module may.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import importlib
+import inspect
+import pkgutil
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType, ModuleType
+from typing import TYPE_CHECKING, Any, Protocol
+
+from vime.errors import ConfigError, HookError, VimeError
+
+if TYPE_CHECKING:
+    from vime.config.run import RunConfig
+
+__all__ = ["KINDS", "HookKind", "accepts", "check_all", "hook_errors", "hook_failed", "load_hook"]
+
+
+class RolloutFunction(Protocol):
+    """Generates one rollout step, or evaluates."""
+
+    def __call__(self, args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any: ...
+
+
+class GenerateFunction(Protocol):
+    """Generates one sample; may return a list of samples that share a rollout_id. May also take `evaluation`."""
+
+    async def __call__(self, args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any: ...
+
+
+class RewardFunction(Protocol):
+    """Scores one sample (float or dict); with --group_rm the second argument is a list and so is the result."""
+
+    async def __call__(self, args: Any, sample: Any) -> Any: ...
+
+
+class DynamicFilter(Protocol):
+    """Keeps or drops a finished group."""
+
+    def __call__(self, args: Any, group: list[Any]) -> Any: ...
+
+
+class SampleFilter(Protocol):
+    """Sets `remove_sample` on samples that shall not enter the loss."""
+
+    def __call__(self, args: Any, groups: list[Any]) -> None: ...
+
+
+class RewardPostProcess(Protocol):
+    """Returns (raw_rewards, rewards), one number per sample each."""
+
+    def __call__(self, args: Any, samples: list[Any]) -> tuple[list[float], list[float]]: ...
+
+
+class CustomLoss(Protocol):
+    """Returns (loss, metrics)."""
+
+    def __call__(self, args: Any, batch: Any, logits: Any, sum_of_sample_mean: Callable[..., Any]) -> Any: ...
+
+
+class DataSourceClass(Protocol):
+    """A class made as cls(args), with the methods of `vime.rollout.data_source.DataSource`."""
+
+    def __call__(self, args: Any) -> Any: ...
+
+
+class _DataSourceMethods(Protocol):
+    def get_samples(self, num_samples: int) -> Any: ...
+    def add_samples(self, samples: list[Any]) -> None: ...
+    def save(self, path: str) -> None: ...
+    def load(self, path: str) -> None: ...
+    def __len__(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HookKind:
+    """One kind of hook."""
+
+    flag: str
+    protocol: type
+    methods: type | None = None  # for classes
+
+    @property
+    def is_async(self) -> bool:
+        """Whether the function must be a coroutine function."""
+        return inspect.iscoroutinefunction(self.protocol.__call__)
+
+    @property
+    def expected(self) -> str:
+        """The right signature, as a user would write it."""
+        names = _parameters(self.protocol.__call__)
+        if self.methods is not None:
+            methods = ", ".join(_written(name, getattr(self.methods, name)) for name in _method_names(self.methods))
+            return f"class cls({names}) with {methods}"
+        return f"{'async def' if self.is_async else 'def'} fn({names})"
+
+
+KINDS: Mapping[str, HookKind] = MappingProxyType(
+    {
+        "rollout_function_path": HookKind(flag="--rollout-function-path", protocol=RolloutFunction),
+        "eval_function_path": HookKind(flag="--eval-function-path", protocol=RolloutFunction),
+        "data_source_path": HookKind(flag="--data-source-path", protocol=DataSourceClass, methods=_DataSourceMethods),
+        "custom_generate_function_path": HookKind(flag="--custom-generate-function-path", protocol=GenerateFunction),
+        "dynamic_sampling_filter_path": HookKind(flag="--dynamic-sampling-filter-path", protocol=DynamicFilter),
+        "rollout_sample_filter_path": HookKind(flag="--rollout-sample-filter-path", protocol=SampleFilter),
+        "custom_rm_path": HookKind(flag="--custom-rm-path", protocol=RewardFunction),
+        "custom_reward_post_process_path": HookKind(flag="--custom-reward-post-process-path", protocol=RewardPostProcess),
+        "custom_loss_function_path": HookKind(flag="--custom-loss-function-path", protocol=CustomLoss),
+    }
+)
+
+
+def load_hook(path: str, kind: str, flag: str | None = None) -> Any:
+    """Import `path` ("package.module.name") and check that it can be called as hooks of this kind are.
+
+    Args:
+        path: dotted path of a function, a class or a callable object.
+        kind: a key of `KINDS`: the name of the configuration field.
+        flag: how messages call the place that named the path; default: the kind's flag.
+
+    Raises:
+        HookError: not importable (says which part, and the nearest names), or of another signature (shows both).
+    """
+    spec = KINDS[kind]
+    flag = flag or spec.flag
+    target = _locate(path, flag)
+    problem = _mismatch(target, spec)
+    if problem:
+        raise HookError(f"{flag} {path}: {problem}. Found: {_found(target)}. Right: {spec.expected}.")
+    return target
+
+
+def check_all(config: RunConfig) -> None:
+    """Load and check every hook that the configuration names, before anything is started.
+
+    Raises:
+        ConfigError: with one problem per faulty hook.
+    """
+    args = config.args
+    problems = []
+    for name, spec in KINDS.items():
+        path = getattr(args, name)
+        if path is None:
+            continue
+        try:
+            load_hook(path, name, spec.flag)
+        except HookError as error:
+            problems.append(str(error))
+    if problems:
+        raise ConfigError(*problems)
+
+
+def accepts(function: Any, parameter: str) -> bool:
+    """Whether `function` can be given `parameter` by name."""
+    signature = _signature(function)
+    if signature is None:
+        return False
+    kinds = {p.name: p.kind for p in signature.parameters.values()}
+    return parameter in kinds or inspect.Parameter.VAR_KEYWORD in kinds.values()
+
+
+@contextlib.contextmanager
+def hook_errors(flag: str, path: str, function: Any) -> Iterator[None]:
+    """Run a user's function in this: what it raises becomes a HookError; our own errors pass through."""
+    try:
+        yield
+    except VimeError:
+        raise
+    except Exception as error:
+        raise hook_failed(flag, path, function, error) from error
+
+
+def hook_failed(flag: str, path: str, function: Any, error: BaseException) -> HookError:
+    """A HookError with the last line of the traceback and the file:line in the user's code."""
+    frames = traceback.extract_tb(error.__traceback__)
+    with contextlib.suppress(TypeError):
+        source = inspect.getsourcefile(inspect.unwrap(function if callable(function) else type(function)))
+        frames = [frame for frame in frames if frame.filename == source] or frames
+    where = f" at {frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else ""
+    last_line = traceback.format_exception_only(error)[-1].strip()
+    return HookError(f"{flag} {path} raised {last_line}{where}. Mend the function, or let it raise vime.errors.GenerationError for a sample that cannot be had.")
+
+
+def _locate(path: str, flag: str) -> Any:
+    module_name, _, attribute = path.rpartition(".")
+    if not module_name or not attribute:
+        raise HookError(f"{flag} {path}: not of the form package.module.name.")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        missing = error.name or module_name
+        if missing != module_name and not module_name.startswith(missing + "."):
+            raise HookError(f"{flag} {path}: module '{module_name}' imports '{missing}', which is not installed.") from error
+        raise HookError(f"{flag} {path}: there is no module '{missing}'{_near_module(missing)}. Is its folder on PYTHONPATH?") from error
+    except Exception as error:
+        raise hook_failed(flag, path, None, error) from error
+    if not hasattr(module, attribute):
+        names = [name for name in vars(module) if not name.startswith("__")]
+        raise HookError(f"{flag} {path}: module '{module_name}' has no '{attribute}'{_nearest(attribute, names)}.")
+    return getattr(module, attribute)
+
+
+def _near_module(missing: str) -> str:
+    parent, _, last = missing.rpartition(".")
+    try:
+        package: ModuleType | None = importlib.import_module(parent) if parent else None
+    except Exception:  # noqa: BLE001 - only a hint is lost
+        return ""
+    search = getattr(package, "__path__", None) if package is not None else sys.path
+    if search is None:
+        return f" ('{parent}' is a module, not a package)"
+    return _nearest(last, [module.name for module in pkgutil.iter_modules(search)])
+
+
+def _nearest(name: str, names: list[str]) -> str:
+    near = difflib.get_close_matches(name, names, n=3)
+    return f"; did you mean {' or '.join(repr(n) for n in near)}?" if near else ""
+
+
+def _mismatch(target: Any, spec: HookKind) -> str:
+    """What is wrong with `target`; empty when nothing is."""
+    if not callable(target):
+        return f"it is a {type(target).__name__}, which cannot be called"
+    if spec.methods is not None and not inspect.isclass(target):
+        return "it is not a class"
+    if not _can_be_called_as(target, spec.protocol.__call__):
+        return "it cannot be called with these arguments"
+    if spec.methods is not None:
+        for name in _method_names(spec.methods):
+            method = getattr(target, name, None)
+            if not callable(method):
+                return f"it has no method '{name}'"
+            if not _can_be_called_as(method, getattr(spec.methods, name), bound=True):
+                return f"its method '{name}' cannot be called as {_written(name, getattr(spec.methods, name))}"
+        return ""
+    is_async = _is_async(target)
+    if spec.is_async and not is_async:
+        return "it must be a coroutine function (async def), for it is awaited"
+    if is_async and not spec.is_async:
+        return "it must be a plain function (def), for it is not awaited"
+    return ""
+
+
+def _is_async(target: Any) -> bool:
+    plain = inspect.unwrap(target)
+    return any(
+        inspect.iscoroutinefunction(candidate) for candidate in (target, plain, getattr(type(target), "__call__", None))  # noqa: B004
+    )
+
+
+def _can_be_called_as(target: Any, template: Callable[..., Any], bound: bool = False) -> bool:
+    """Whether a call with the template's parameters (its own `self` left out) binds to `target`'s signature."""
+    signature = _signature(target)
+    if signature is None:
+        return True  # built-in without a signature: cannot be known
+    parameters = list(inspect.signature(template).parameters.values())[1:]
+    positional = [object() for p in parameters if p.default is p.empty]
+    keywords = {p.name: p.default for p in parameters if p.default is not p.empty}
+    if bound:
+        positional.insert(0, object())
+    try:
+        signature.bind(*positional, **keywords)
+    except TypeError:
+        return False
+    return True
+
+
+def _signature(target: Any) -> inspect.Signature | None:
+    try:
+        return inspect.signature(target)
+    except (TypeError, ValueError):
+        return None
+
+
+def _parameters(function: Callable[..., Any]) -> str:
+    """The parameters of a Protocol's method, without self and annotations."""
+    parameters = list(inspect.signature(function).parameters.values())[1:]
+    return ", ".join(p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in parameters)
+
+
+def _written(name: str, function: Callable[..., Any]) -> str:
+    return f"{name}({_parameters(function)})"
+
+
+def _method_names(protocol: type) -> list[str]:
+    return [name for name, value in vars(protocol).items() if inspect.isfunction(value) and (not name.startswith("_") or name == "__len__")]
+
+
+def _found(target: Any) -> str:
+    signature = _signature(target)
+    name = getattr(target, "__name__", type(target).__name__)
+    shown = f"({', '.join(str(p.replace(annotation=p.empty)) for p in signature.parameters.values())})" if signature else ""
+    kind = "class" if inspect.isclass(target) else "async def" if callable(target) and _is_async(target) else "def" if callable(target) else "value"
+    return f"{kind} {name}{shown}"

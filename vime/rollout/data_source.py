@@ -1,0 +1,246 @@
+"""Data sources: they hand out groups of samples to generate, and take back what was not used.
+
+    prompts (file) ──▶ get_samples(n) ──▶ rollout function
+                            ▲                   │
+                         buffer ◀── add_samples ┘   (surplus groups, finished or fresh)
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import os
+import random
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from vime.data.prompts import PromptFormat, load_prompts
+from vime.errors import CheckpointError, DataError
+from vime.rollout.base_types import Group
+from vime.rollout.resources import RolloutResources
+from vime.rollout.rm_hub.registry import needs_label
+from vime.utils.types import Sample
+
+__all__ = ["DataSource", "RolloutDataSource", "RolloutDataSourceWithBuffer"]
+
+FORMAT = 1  # of the saved state
+
+
+@runtime_checkable
+class DataSource(Protocol):
+    """What `--data-source-path` must name: a class called as `cls(args)`."""
+
+    def get_samples(self, num_samples: int) -> list[Group]:
+        """`num_samples` groups of `n_samples_per_prompt` samples each, ids assigned."""
+        ...
+
+    def add_samples(self, samples: list[Group]) -> None:
+        """Take groups back; they are handed out again before fresh ones."""
+        ...
+
+    def save(self, path: str) -> None:
+        """Write everything needed to go on exactly here."""
+        ...
+
+    def load(self, path: str) -> None:
+        """Go on from what `save` wrote."""
+        ...
+
+    def __len__(self) -> int:
+        """Number of prompts."""
+        ...
+
+
+class RolloutDataSource:
+    """Prompts of `--prompt-data`, epoch after epoch; gives nothing back.
+
+    Without `--prompt-data` the groups hold empty samples, for rollout functions that make their own prompts.
+    """
+
+    def __init__(self, args: Any) -> None:
+        self.args = args
+        self.resources = RolloutResources(args.hf_checkpoint)
+        self.epoch_id = 0
+        self.sample_offset = 0  # prompts of this epoch already handed out
+        self.sample_group_index = 0
+        self.sample_index = 0
+        self.metadata: dict[str, Any] = {}  # saved along; for subclasses
+        self.num_dropped = 0
+        self._prompts: tuple[Sample, ...] = ()
+        if args.prompt_data is not None:
+            loaded = load_prompts(args.prompt_data, PromptFormat.of(args, needs_label=needs_label()), self.resources.tokenizer)
+            self._prompts, self.num_dropped = loaded.samples, loaded.num_dropped
+        self._order = self._permutation(self.epoch_id)
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def get_samples(self, num_samples: int) -> list[Group]:
+        """`num_samples` fresh groups; runs through as many epochs as that takes."""
+        return [self._group(self._next_prompt()) for _ in range(num_samples)]
+
+    def add_samples(self, samples: list[Group]) -> None:
+        """Refused: this source does not keep groups."""
+        raise DataError(
+            f"{type(self).__name__} takes no groups back ({len(samples)} given); use --data-source-path "
+            "vime.rollout.data_source.RolloutDataSourceWithBuffer."
+        )
+
+    def save(self, path: str) -> None:
+        """Write the state as JSON to the file `path`; it is complete or not there at all."""
+        file = Path(path)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial = file.with_name(file.name + ".partial")
+        with partial.open("w", encoding="utf-8") as out:
+            json.dump(self.state_dict(), out)
+            out.flush()
+            os.fsync(out.fileno())
+        partial.replace(file)
+
+    def load(self, path: str) -> None:
+        """Go on from the file that `save` wrote.
+
+        Raises:
+            CheckpointError: the file is missing or torn.
+            DataError: it was saved with other prompts.
+        """
+        try:
+            state = json.loads(Path(path).read_text(encoding="utf-8"))
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{path}: no saved data source there. Load a complete commit.") from error
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"{path}: the saved data source is torn ({error}). Load an earlier commit.") from error
+        if not isinstance(state, dict) or state.get("format") != FORMAT:
+            raise CheckpointError(f"{path}: not a data source saved by this version of vime (format {FORMAT} expected).")
+        self.load_state_dict(state, path)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The complete state as plain JSON values."""
+        return {
+            "format": FORMAT,
+            "epoch_id": self.epoch_id,
+            "sample_offset": self.sample_offset,
+            "sample_group_index": self.sample_group_index,
+            "sample_index": self.sample_index,
+            "num_prompts": len(self._prompts),
+            "digest": self._digest(),
+            "metadata": _plain(self.metadata, "data source metadata"),
+        }
+
+    def load_state_dict(self, state: dict[str, Any], path: str) -> None:
+        """Take over a state; `path` is named in errors."""
+        if state["digest"] != self._digest():
+            raise DataError(
+                f"{path} was saved with {state['num_prompts']} prompts; --prompt-data {self.args.prompt_data} gives {len(self)} or other ones, "
+                "so the run cannot go on exactly. Give the same prompts and template, or start in another --save folder."
+            )
+        for name in ("epoch_id", "sample_offset", "sample_group_index", "sample_index", "metadata"):
+            setattr(self, name, state[name])
+        self._order = self._permutation(self.epoch_id)
+
+    def close(self) -> None:
+        """End what the run's rollouts shared."""
+        self.resources.close()
+
+    def _next_prompt(self) -> Sample:
+        if not self._prompts:
+            return Sample()
+        if self.sample_offset >= len(self._prompts):
+            self.epoch_id += 1
+            self.sample_offset = 0
+            self._order = self._permutation(self.epoch_id)
+        prompt = self._prompts[self._order[self.sample_offset]]
+        self.sample_offset += 1
+        return prompt
+
+    def _group(self, prompt: Sample) -> Group:
+        group: Group = []
+        for _ in range(self.args.n_samples_per_prompt):
+            sample = copy.deepcopy(prompt)
+            sample.group_index, sample.index = self.sample_group_index, self.sample_index
+            self.sample_index += 1
+            group.append(sample)
+        self.sample_group_index += 1
+        return group
+
+    def _permutation(self, epoch: int) -> list[int]:
+        order = list(range(len(self._prompts)))
+        if self.args.rollout_shuffle:
+            random.Random(self.args.rollout_seed + epoch).shuffle(order)
+        return order
+
+    def _digest(self) -> str:
+        """Identifies prompts, their order and how the epochs shuffle them."""
+        digest = hashlib.sha256(f"{self.args.rollout_shuffle} {self.args.rollout_seed}".encode())
+        for prompt in self._prompts:
+            digest.update(json.dumps([prompt.prompt, prompt.label], default=str).encode())
+        return digest.hexdigest()
+
+
+class RolloutDataSourceWithBuffer(RolloutDataSource):
+    """Fresh prompts, after the groups that were given back. The buffer is part of the saved state."""
+
+    def __init__(self, args: Any) -> None:
+        super().__init__(args)
+        self.buffer: list[Group] = []
+
+    def get_samples(self, num_samples: int) -> list[Group]:
+        """First in, first out from the buffer, then fresh groups."""
+        taken, self.buffer = self.buffer[:num_samples], self.buffer[num_samples:]
+        return taken + super().get_samples(num_samples - len(taken))
+
+    def add_samples(self, samples: list[Group]) -> None:
+        """Keep groups for later.
+
+        Raises:
+            DataError: a group is not a list of `n_samples_per_prompt` members.
+        """
+        for group in samples:
+            if not isinstance(group, list) or len(group) != self.args.n_samples_per_prompt:
+                size = len(group) if isinstance(group, list) else type(group).__name__
+                raise DataError(f"add_samples: a group must be a list of n_samples_per_prompt = {self.args.n_samples_per_prompt} samples, got {size}.")
+        self.buffer.extend(samples)
+
+    def get_buffer_length(self) -> int:
+        """Groups that wait in the buffer."""
+        return len(self.buffer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The complete state, buffer included."""
+        return {**super().state_dict(), "buffer": [[_member_to_plain(member) for member in group] for group in self.buffer]}
+
+    def load_state_dict(self, state: dict[str, Any], path: str) -> None:
+        """Take over a state, buffer included."""
+        super().load_state_dict(state, path)
+        self.buffer = [[_member_from_plain(member) for member in group] for group in state.get("buffer", [])]
+
+
+def _member_to_plain(member: Sample | list[Sample]) -> Any:
+    if isinstance(member, list):
+        return [_member_to_plain(segment) for segment in member]
+    return _plain(member.to_dict(), f"sample {member.index}")
+
+
+def _member_from_plain(data: Any) -> Sample | list[Sample]:
+    if isinstance(data, list):
+        return [Sample.from_dict(segment) for segment in data]
+    return Sample.from_dict(data)
+
+
+def _plain(value: Any, where: str) -> Any:
+    """`value`, when JSON gives it back unchanged (tuples become lists)."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple):
+        return [_plain(item, f"{where}[{position}]") for position, item in enumerate(value)]
+    if isinstance(value, dict):
+        odd = next((key for key in value if not isinstance(key, str)), None)
+        if odd is not None:
+            raise DataError(f"{where} cannot be saved: key {odd!r} is no string. Use string keys in metadata.")
+        return {key: _plain(item, f"{where}.{key}") for key, item in value.items()}
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
+        return _plain(value.item(), where)  # a number of numpy or torch
+    raise DataError(
+        f"{where} cannot be saved: a {type(value).__name__} has no JSON form. Keep plain values (numbers, text, lists, dicts) in samples."
+    )

@@ -1,0 +1,131 @@
+"""The one door to the engines: `/inference/v1/generate` behind the router, token ids in and out.
+
+The wire format is vLLM's (entrypoints/scale_out/token_in_token_out/protocol.py): the request carries `token_ids` and
+`sampling_params`; a choice of the reply carries `token_ids`, `logprobs.content[i].{token_id, logprob}`, `finish_reason`
+and `weight_versions` spans `{version, start, end}` over the output's tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from vime.errors import EngineError, GenerationError
+from vime.utils.http_utils import HttpScope, request_json
+from vime.utils.types import Sample
+
+__all__ = ["ENDPOINT", "EngineClient", "Generation", "derive_seed", "engine_sampling_params", "parse_reply"]
+
+ENDPOINT = "/inference/v1/generate"
+SESSION_HEADER = "x-session-id"  # vllm-router's consistent_hash policy sends one session to one engine
+
+_STATUS = {
+    "stop": Sample.Status.COMPLETED,
+    "length": Sample.Status.TRUNCATED,
+    "repetition": Sample.Status.TRUNCATED,  # the engine cut off a loop
+    "abort": Sample.Status.ABORTED,
+}
+# Keys of slime's sampling_params that vLLM calls otherwise, or does not have because we decode ourselves.
+_RENAMED = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
+_OURS = frozenset({"skip_special_tokens", "no_stop_trim", "spaces_between_special_tokens"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """One reply of an engine. N = number of generated tokens, the end-of-text token included."""
+
+    token_ids: list[int]  # [N]
+    log_probs: list[float]  # [N] natural logarithm, of the distribution that was sampled from
+    weight_versions: list[str]  # [N] the weight version each token was sampled under; "" when the engine does not say
+    status: Sample.Status
+
+
+class EngineClient:
+    """Sends generation requests to the router; holds a slot of the scope's limit only while one is in flight."""
+
+    def __init__(self, scope: HttpScope) -> None:
+        self.scope = scope
+        self.url = scope.base_url + ENDPOINT
+
+    async def generate(self, token_ids: list[int], sampling_params: dict[str, Any], *, session_id: str | None = None) -> Generation:
+        """Continue `token_ids` [T].
+
+        Args:
+            sampling_params: slime's names (max_new_tokens, ...) or vLLM's.
+            session_id: keeps a session on one engine where the router's policy does so; a retry goes elsewhere.
+
+        Raises:
+            EngineError: refused (4xx), or still failing after the retries, or the reply is torn.
+            DeadlineError: no reply within --rollout-request-timeout.
+            GenerationError: the engine could not give a log-probability for a token.
+        """
+        payload = {"token_ids": token_ids, "sampling_params": engine_sampling_params(sampling_params)}
+        headers = {SESSION_HEADER: session_id} if session_id else None
+        async with self.scope.slot(self.url):
+            reply = await request_json(
+                self.scope.open(), "POST", self.url, payload, policy=self.scope.policy, first_try_headers=headers
+            )
+        return parse_reply(reply, self.url)
+
+
+def engine_sampling_params(params: dict[str, Any]) -> dict[str, Any]:
+    """`params` as vLLM's SamplingParams; log-probabilities of the sampled tokens are always asked for."""
+    out = {_RENAMED.get(name, name): value for name, value in params.items() if name not in _OURS and value is not None}
+    for name in ("stop", "stop_token_ids"):
+        if not out.get(name):
+            out.pop(name, None)
+    out["logprobs"] = 0  # the sampled token's own
+    out["detokenize"] = "stop" in out  # stop strings are found in text; without them the engine need not make any
+    return out
+
+
+def parse_reply(reply: Any, url: str) -> Generation:
+    """Check a reply and take out what a sample needs.
+
+    Raises:
+        EngineError: fields are missing, or tokens, log-probs and version spans do not match in length.
+        GenerationError: the engine ended with an error, or has no log-probability for a token.
+    """
+    try:
+        choice = reply["choices"][0]
+        tokens = [int(token) for token in choice["token_ids"] or []]
+        entries = (choice["logprobs"] or {}).get("content") or []
+        reason = choice["finish_reason"]
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        raise EngineError(f"{url} sent a reply without choices[0].token_ids/logprobs/finish_reason: {str(reply)[:300]}.") from error
+    if reason not in _STATUS:
+        raise GenerationError(f"{url} ended a generation with finish_reason {reason!r}; the engine's log says why.")
+    if len(entries) != len(tokens):
+        raise EngineError(f"{url} sent {len(tokens)} token_ids but {len(entries)} logprobs; the reply is torn or the engine is not asked right.")
+    log_probs = []
+    for position, (token, entry) in enumerate(zip(tokens, entries, strict=True)):
+        if entry["token_id"] != token:
+            raise EngineError(f"{url}: logprobs[{position}] belongs to token {entry['token_id']}, but the token is {token}.")
+        value = float(entry["logprob"])
+        if not math.isfinite(value) or value <= -9999.0:  # vLLM's stand-in for "not known"
+            raise GenerationError(f"{url} has no log-probability for token {token} at position {position} (got {value}).")
+        log_probs.append(value)
+    versions = _expand(choice.get("weight_versions"), len(tokens), url)
+    return Generation(token_ids=tokens, log_probs=log_probs, weight_versions=versions, status=_STATUS[reason])
+
+
+def _expand(spans: list[dict[str, Any]] | None, count: int, url: str) -> list[str]:
+    """Spans {version, start, end} as one version a token."""
+    if not spans:
+        return [""] * count
+    versions: list[str] = []
+    for span in spans:
+        if span["start"] != len(versions) or span["end"] < span["start"]:
+            raise EngineError(f"{url}: weight_versions spans are not contiguous: {spans}.")
+        versions += [str(span["version"])] * (span["end"] - span["start"])
+    if len(versions) != count:
+        raise EngineError(f"{url}: weight_versions cover {len(versions)} tokens of {count}: {spans}.")
+    return versions
+
+
+def derive_seed(*parts: object) -> int:
+    """A sampling seed (31 bits) that is a function of `parts` alone, on every machine."""
+    digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
+    return int.from_bytes(digest[:4], "big") >> 1

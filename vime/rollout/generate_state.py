@@ -1,0 +1,99 @@
+"""What the functions of one rollout share: tokenizer, connection to the engines, sampling parameters, hooks.
+
+Passed explicitly inside vime. Plug-ins written for slime call `GenerateState(args)` in their own functions: within a
+rollout that gives the rollout's own state (found through the task's context, not a process-wide variable); anywhere else
+a new one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from contextvars import ContextVar
+from typing import Any
+
+from vime.errors import ConfigError
+from vime.hooks import accepts, load_hook
+from vime.rollout.engine_client import EngineClient
+from vime.rollout.resources import RolloutResources
+from vime.rollout.rm_hub.scoring import REWARD_WORKERS
+from vime.utils.http_utils import HttpScope, RetryPolicy, use_scope
+
+__all__ = ["GenerateState"]
+
+_CURRENT: ContextVar[GenerateState | None] = ContextVar("vime_generate_state", default=None)
+
+
+class GenerateState:
+    """State of one rollout. `tokenizer`, `semaphore`, `sampling_params` and `args` are there for plug-ins."""
+
+    args: Any
+    resources: RolloutResources
+    semaphore: asyncio.Semaphore  # requests in flight; held by `generate` and `post` while a request runs, by nobody else
+    client: EngineClient
+    sampling_params: dict[str, Any]  # slime's names
+    aborted: bool
+
+    def __new__(cls, args: Any, resources: RolloutResources | None = None) -> GenerateState:
+        """The state of the rollout that runs in this task, when it has the same `args`; else a new one."""
+        current = _CURRENT.get()
+        if resources is None and current is not None and current.args is args:
+            return current
+        self = super().__new__(cls)
+        self._setup(args, resources or RolloutResources(args.hf_checkpoint))
+        return self
+
+    def _setup(self, args: Any, resources: RolloutResources) -> None:
+        self.args = args
+        self.resources = resources
+        self.aborted = False
+        self.semaphore = asyncio.Semaphore(args.vllm_server_concurrency * max(1, args.num_engines))
+        self.client = EngineClient(
+            HttpScope(
+                base_url=router_url(args),
+                limit=self.semaphore,
+                policy=RetryPolicy(timeout=args.rollout_request_timeout, retries=args.rollout_request_retries),
+            )
+        )
+        self.sampling_params = {
+            "temperature": args.rollout_temperature,
+            "top_p": args.rollout_top_p,
+            "top_k": args.rollout_top_k,
+            "max_new_tokens": args.rollout_max_response_len,
+            "stop": list(args.rollout_stop),
+            "stop_token_ids": list(args.rollout_stop_token_ids),
+            "skip_special_tokens": args.rollout_skip_special_tokens,
+            "no_stop_trim": True,
+            "spaces_between_special_tokens": False,
+        }
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer."""
+        return self.resources.tokenizer
+
+    def generate_hook(self, path: str) -> tuple[Any, bool]:
+        """The custom generate function at `path`, and whether it takes `evaluation`."""
+        function = load_hook(path, "custom_generate_function_path")
+        return function, accepts(function, "evaluation")
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[GenerateState]:
+        """Within this, the state is the one that plug-ins find; its connections are closed at the end."""
+        token = _CURRENT.set(self)
+        workers = REWARD_WORKERS.set(self.resources.reward_workers)
+        try:
+            with use_scope(self.client.scope):
+                yield self
+        finally:
+            REWARD_WORKERS.reset(workers)
+            _CURRENT.reset(token)
+            await self.client.scope.close()
+
+
+def router_url(args: Any) -> str:
+    """http://ip:port of the router in front of the engines."""
+    if not args.vllm_router_ip or not args.vllm_router_port:
+        raise ConfigError("This rollout needs engines, but no router is running for it. Drop --debug-train-only, or give --vllm-router-ip/-port.")
+    return f"http://{args.vllm_router_ip}:{args.vllm_router_port}"

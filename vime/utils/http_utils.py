@@ -1,0 +1,211 @@
+"""HTTP for rollout code: `post` for plug-ins, and the parts that the engine client is made of.
+
+One policy everywhere: each try has a deadline; only connection errors and 5xx are tried again, a bounded number of times;
+a 4xx is an error at once, with the server's words. Inside a rollout, `post` uses the rollout's session and counts against
+its limit of requests in flight (`HttpScope`); outside it opens a session of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+from collections.abc import AsyncIterator, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from vime.errors import DeadlineError, EngineError
+
+__all__ = ["HttpScope", "RetryPolicy", "current_scope", "get", "post", "request_json", "use_scope"]
+
+BODY_SHOWN = 2000  # characters of a server's error that a message repeats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetryPolicy:
+    """How long and how often a request is tried."""
+
+    timeout: float = 600.0  # seconds of one try, connecting included
+    retries: int = 3  # further tries after a connection error or a 5xx
+    backoff: float = 0.25  # seconds before the first retry; doubles each time, at most 8
+    jitter: bool = True  # up to half of the wait is random, so that many clients do not return at once
+
+    def wait(self, attempt: int) -> float:
+        """Seconds to wait after try number `attempt` (from 0) failed."""
+        seconds = min(self.backoff * 2.0**attempt, 8.0)
+        return seconds * random.uniform(0.5, 1.0) if self.jitter else seconds
+
+
+@dataclass(slots=True, kw_only=True)
+class HttpScope:
+    """One session, and a limit on requests in flight to one server. Belongs to one event loop."""
+
+    base_url: str  # requests to this server are limited; others are not
+    limit: asyncio.Semaphore
+    policy: RetryPolicy = field(default_factory=RetryPolicy)
+    session: aiohttp.ClientSession | None = None
+
+    def open(self) -> aiohttp.ClientSession:
+        """The session; made at the first call, which must come from the event loop that will use it."""
+        if self.session is None or self.session.closed:
+            self.session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=300))
+        return self.session
+
+    async def close(self) -> None:
+        """Close the session and its connections."""
+        if self.session is not None:
+            await self.session.close()
+            self.session = None
+
+    def slot(self, url: str) -> contextlib.AbstractAsyncContextManager[Any]:
+        """Hold this while a request to `url` is in flight."""
+        return self.limit if _origin(url) == _origin(self.base_url) else contextlib.nullcontext()
+
+
+_SCOPE: ContextVar[HttpScope | None] = ContextVar("vime_http_scope", default=None)
+
+
+def current_scope() -> HttpScope | None:
+    """The scope of the rollout that runs in this task, if any."""
+    return _SCOPE.get()
+
+
+@contextlib.contextmanager
+def use_scope(scope: HttpScope) -> Iterator[HttpScope]:
+    """Make `scope` the one that `post` uses in this task and the tasks it starts."""
+    token = _SCOPE.set(scope)
+    try:
+        yield scope
+    finally:
+        _SCOPE.reset(token)
+
+
+async def post(
+    url: str,
+    payload: Any,
+    max_retries: int | None = None,
+    headers: dict[str, str] | None = None,
+    *,
+    timeout: float | None = None,
+) -> Any:
+    """POST `payload` as JSON; returns the reply's JSON, or its text when it is not JSON.
+
+    Args:
+        url: where to.
+        payload: anything `json.dumps` takes.
+        max_retries: further tries after a connection error or a 5xx; default: the rollout's `--rollout-request-retries`.
+        headers: added to the request.
+        timeout: seconds of one try; default: the rollout's `--rollout-request-timeout`.
+
+    Raises:
+        EngineError: a 4xx (at once), or the last 5xx or connection error when the tries are used up.
+        DeadlineError: a try took longer than `timeout`.
+    """
+    async with _client(url) as (scope, session):
+        policy = _policy(scope, max_retries, timeout)
+        return await request_json(session, "POST", url, payload, policy=policy, headers=headers, strict=False)
+
+
+async def get(url: str, max_retries: int | None = None, *, timeout: float | None = None) -> Any:
+    """GET `url`; returns the reply's JSON, or its text when it is not JSON. Errors as `post`."""
+    async with _client(url, limited=False) as (scope, session):
+        return await request_json(session, "GET", url, None, policy=_policy(scope, max_retries, timeout), strict=False)
+
+
+def _policy(scope: HttpScope | None, retries: int | None, timeout: float | None) -> RetryPolicy:
+    base = scope.policy if scope is not None else RetryPolicy()
+    return RetryPolicy(
+        timeout=base.timeout if timeout is None else timeout,
+        retries=base.retries if retries is None else retries,
+        backoff=base.backoff,
+        jitter=base.jitter,
+    )
+
+
+@contextlib.asynccontextmanager
+async def _client(url: str, limited: bool = True) -> AsyncIterator[tuple[HttpScope | None, aiohttp.ClientSession]]:
+    scope = current_scope()
+    if scope is None:
+        async with aiohttp.ClientSession() as session:
+            yield None, session
+        return
+    async with scope.slot(url) if limited else contextlib.nullcontext():
+        yield scope, scope.open()
+
+
+async def request_json(
+    session: aiohttp.ClientSession,
+    method: str,
+    url: str,
+    payload: Any,
+    *,
+    policy: RetryPolicy,
+    headers: dict[str, str] | None = None,
+    first_try_headers: dict[str, str] | None = None,
+    strict: bool = True,
+) -> Any:
+    """One request under `policy`; returns the decoded JSON.
+
+    Args:
+        first_try_headers: sent with the first try only (e.g. an affinity header: a retry shall reach another engine).
+        strict: a reply that is no JSON is an error; else its text is returned.
+
+    Raises:
+        EngineError, DeadlineError: as `post`.
+    """
+    body = None if payload is None else json.dumps(payload).encode()
+    sent = {**({"Content-Type": "application/json"} if body is not None else {}), **(headers or {})}
+    last = "none"
+    for attempt in range(policy.retries + 1):
+        extra = first_try_headers if attempt == 0 and first_try_headers else {}
+        try:
+            status, text = await _send(session, method, url, body, {**sent, **extra}, policy.timeout)
+        except TimeoutError as error:
+            raise DeadlineError(
+                peer=url,
+                phase=f"{method} (try {attempt + 1})",
+                seconds=policy.timeout,
+                progress=f"earlier tries: {last}",
+                cure="Is the server overloaded or stuck? Its log says; or raise --rollout-request-timeout.",
+            ) from error
+        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError) as error:
+            last = f"{type(error).__name__}: {error}"
+        else:
+            if status < 400:
+                return _decode(text, url, strict)
+            last = f"HTTP {status}: {text[:BODY_SHOWN]}"
+            if status < 500:
+                raise EngineError(f"{method} {url} was refused with HTTP {status}: {text[:BODY_SHOWN]}. The request itself is at fault.")
+        if attempt < policy.retries:
+            await asyncio.sleep(policy.wait(attempt))
+    raise EngineError(
+        f"{method} {url} failed {policy.retries + 1} times; the last failure: {last}. "
+        "Look at the log of the router and of the engines behind it; --rollout-request-retries allows more tries."
+    )
+
+
+async def _send(
+    session: aiohttp.ClientSession, method: str, url: str, body: bytes | None, headers: dict[str, str], timeout: float
+) -> tuple[int, str]:
+    limit = aiohttp.ClientTimeout(total=timeout)
+    async with session.request(method, url, data=body, headers=headers, timeout=limit) as reply:
+        return reply.status, await reply.text()
+
+
+def _decode(text: str, url: str, strict: bool) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        if not strict:
+            return text
+        raise EngineError(f"{url} answered 200 with {len(text)} characters that are no JSON ({error}): {text[:200]!r}.") from error
+
+
+def _origin(url: str) -> tuple[str, str | None, int | None]:
+    parts = urlsplit(url)
+    return parts.scheme, parts.hostname, parts.port
