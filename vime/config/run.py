@@ -33,8 +33,13 @@ class RunConfig:
     router_tokens: tuple[str, ...] = ()  # prefix stripped, e.g. ("--policy", "round_robin")
     megatron: dict[str, Any] = field(default_factory=dict)  # what Megatron's parser made of its tokens (plain values)
 
-    def args(self, **runtime: Any) -> ArgsView:
-        """The flat read-only view for hooks; `runtime` adds values known only once the run is up (router address, ...)."""
+    @property
+    def args(self) -> ArgsView:
+        """The flat read-only view for hooks."""
+        return ArgsView(self)
+
+    def runtime_args(self, **runtime: Any) -> ArgsView:
+        """The same with values that are known only once the run is up (router address, ...)."""
         return ArgsView(self, runtime)
 
     def megatron_size(self, name: str) -> int:

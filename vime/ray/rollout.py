@@ -47,20 +47,20 @@ class RolloutManager(WatchedActor):
         super().__init__(str(Path(log_dir) / "rollout_manager.log"))
         self._config, self._run_dir, self._log_dir = config, run_dir, Path(log_dir)
         self._router: RouterServer | None = None
-        self._args = config.args(run_dir=run_dir, num_engines=config.num_engines, vllm_router_ip=None, vllm_router_port=None)
+        self._args = config.runtime_args(run_dir=run_dir, num_engines=config.num_engines, vllm_router_ip=None, vllm_router_port=None)
         self._source: Any = None
 
     def init(self, load: str | None) -> int:
         """Load hooks and data; returns the number of prompts. Runs while engines and trainers start."""
         config = self._config
-        self._source = load_hook(config.data.data_source_path, "data_source", "--data-source-path")(self._args)
+        self._source = load_hook(config.data.data_source_path, "data_source_path")(self._args)
         if load is not None:
             self._source.load(load)
-        self._rollout = load_hook(config.rollout.rollout_function_path, "rollout_function", "--rollout-function-path")
+        self._rollout = load_hook(config.rollout.rollout_function_path, "rollout_function_path")
         path = config.eval.eval_function_path
-        self._eval = load_hook(path, "rollout_function", "--eval-function-path") if path else self._rollout
+        self._eval = load_hook(path, "eval_function_path") if path else self._rollout
         path = config.reward.custom_reward_post_process_path
-        self._post_process = load_hook(path, "reward_post_process", "--custom-reward-post-process-path") if path else None
+        self._post_process = load_hook(path, "custom_reward_post_process_path") if path else None
         return len(self._source)
 
     def connect(self, engine_urls: list[str]) -> None:
@@ -71,7 +71,7 @@ class RolloutManager(WatchedActor):
             self._router = RouterServer(engine_urls, router_tokens=self._config.router_tokens, log_path=self._log_dir / "router.log")
             self._router.wait_ready(ROUTER_DEADLINE)
             host, port = self._router.host, self._router.port
-        self._args = self._config.args(
+        self._args = self._config.runtime_args(
             run_dir=self._run_dir, num_engines=self._config.num_engines, vllm_router_ip=host, vllm_router_port=port
         )
 

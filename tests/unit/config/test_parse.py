@@ -89,7 +89,7 @@ def test_one_edit_away_finds_the_right_name():
 
 
 def test_args_view_is_flat_and_read_only():
-    args = RunConfig().args(vllm_router_port=1234)
+    args = RunConfig().runtime_args(vllm_router_port=1234)
     assert args.rollout_temperature == 1.0
     assert args.vllm_router_port == 1234
     with pytest.raises(AttributeError, match="read-only"):
