@@ -51,7 +51,6 @@ def _train(argv: list[str]) -> int:
     argv = [token for token in argv if token != "--print-config"]
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # users' hooks live where they start the run
-    signal.signal(signal.SIGTERM, _interrupt)
     try:
         config = parse_args(argv)
         if show_only:
@@ -59,6 +58,8 @@ def _train(argv: list[str]) -> int:
             return 0
         from vime.cli.train import train
 
+        for number in (signal.SIGINT, signal.SIGTERM):  # after the import of Ray, which sets a handler of its own
+            signal.signal(number, _interrupt)
         train(config)
     except ConfigError as error:
         print(f"vime: the command line has {len(error.problems)} problem{'s' * (len(error.problems) > 1)}.\n{error}", file=sys.stderr)
@@ -73,6 +74,9 @@ def _train(argv: list[str]) -> int:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    """End the run; further signals are ignored, so that they cannot cut the clean-up short."""
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import resource
 import shutil
-import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -49,8 +49,7 @@ class Cluster:
         _remove_stale_temp()
         check_cores(self._config)
         self._temp = Path(tempfile.mkdtemp(prefix=f"{TEMP_PREFIX}{os.getpid()}-"))
-        with contextlib.suppress(BaseException):
-            _raise_file_limit()
+        _raise_file_limit()
         _init(
             "a local Ray cluster",
             address="local",
@@ -65,17 +64,16 @@ class Cluster:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         children = psutil.Process().children(recursive=True) if not self.address else []
-        with _signals_blocked():
-            ray.shutdown()
-            if self.address:
-                return
-            _, alive = psutil.wait_procs(children, timeout=10.0)
-            for process in alive:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
-            psutil.wait_procs(alive, timeout=10.0)
-            if self._temp is not None:
-                shutil.rmtree(self._temp, ignore_errors=True)
+        ray.shutdown()
+        if self.address:
+            return
+        _, alive = psutil.wait_procs(children, timeout=10.0)
+        for process in alive:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(alive, timeout=10.0)
+        if self._temp is not None:
+            shutil.rmtree(self._temp, ignore_errors=True)
 
 
 def check_cores(config: RunConfig) -> None:
@@ -102,8 +100,7 @@ def _init(what: str, **options: Any) -> None:
 
 
 def _raise_file_limit() -> None:
-    import resource
-
+    """Ray opens many files; take as many as are allowed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < 65536:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(65536, hard), hard))
@@ -115,14 +112,3 @@ def _remove_stale_temp() -> None:
         pid = folder.name.removeprefix(TEMP_PREFIX).partition("-")[0]
         if pid.isdigit() and not psutil.pid_exists(int(pid)):
             shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _signals_blocked() -> Any:
-    """A second Ctrl-C must not interrupt the clean-up that the first one began."""
-    old = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
