@@ -52,6 +52,7 @@ def create_placement_groups(config: RunConfig) -> Placement:
         remove_placement_group(group)
         raise ResourceError(
             f"the Ray cluster has no room for {trainers} trainers and {engines} engines, "
-            f"which need {CPU_SHARE * (trainers + engines):g} CPUs: it has {have:g}, of which {free:g} are free. Ask for fewer, or end what else runs there."
+            f"which need {CPU_SHARE * (trainers + engines):g} CPUs: it has {have:g}, of which {free:g} are free. "
+            "Ask for fewer, or end what else runs there."
         )
     return Placement(group, trainers, engines)
