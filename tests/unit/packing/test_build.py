@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vime.config.run import RunConfig
 from vime.config.sections import AlgorithmConfig, DataConfig, RewardConfig
 from vime.errors import ConfigError, DataError, GenerationError, RewardError
 from vime.packing.build import FILLER_ID, build_train_batches, packing_metrics
@@ -36,7 +36,7 @@ def sample(index: int | None, *, response: int = 3, group: int | None = 0, rewar
 
 def build(samples: list[Sample], data: DataConfig = BUDGET, dp_size: int = 1, **changes: Any) -> list[TrainBatch]:
     """build_train_batches with defaults."""
-    parts: dict[str, Any] = {"algorithm": AlgorithmConfig(), "reward": RewardConfig(), "args": RunConfig().args(), **changes}
+    parts: dict[str, Any] = {"algorithm": AlgorithmConfig(), "reward": RewardConfig(), "args": SimpleNamespace(reward_key=None), **changes}
     return build_train_batches(samples, rollout_id=4, data=data, dp_size=dp_size, **parts)
 
 
@@ -144,8 +144,7 @@ def test_without_advantages_no_reward_is_needed() -> None:
 
 
 def test_a_dict_reward_is_read_by_its_key() -> None:
-    config = RunConfig(reward=RewardConfig(reward_key="score"))
-    batch = build([sample(0, reward={"score": 0.5})], reward=config.reward, args=config.args())[0]
+    batch = build([sample(0, reward={"score": 0.5})], reward=RewardConfig(reward_key="score"), args=SimpleNamespace(reward_key="score"))[0]
     assert batch.samples[0].raw_reward == 0.5
 
 

@@ -1,0 +1,313 @@
+"""The loss of a micro-batch against plain loops over samples and tokens, and the same whatever the packing and the split."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vime.algorithms.advantages import compute_advantages
+from vime.backends.megatron_utils.loss import loss_from_logits, packed_log_probs
+from vime.config.sections import AlgorithmConfig, DataConfig, RewardConfig
+from vime.errors import ConfigError, DataError, HookError
+from vime.packing.build import FILLER_ID, build_train_batches
+from vime.packing.pack import PackedBatch, pack
+from vime.types import StepPlan, TrainBatch, TrainSample
+from vime.utils.types import Sample
+
+VOCAB, WIDTH = 11, 12  # one column of padding
+FULL = AlgorithmConfig(
+    eps_clip=0.2,
+    eps_clip_high=0.28,
+    eps_clip_c=3.0,
+    use_kl_loss=True,
+    kl_loss_coef=0.1,
+    kl_loss_type="k3",
+    entropy_coef=0.01,
+)
+
+
+def rollout(lengths: list[tuple[int, int]], siblings: int = 1) -> list[Sample]:
+    """Scored samples with these (prompt, response) lengths, in groups of four samples; each third token is not trained."""
+    generator = np.random.default_rng(sum(r for _, r in lengths))
+    out = []
+    for index, (prompt, response) in enumerate(lengths):
+        rollout_id = index // siblings
+        out.append(
+            Sample(
+                index=index,
+                rollout_id=rollout_id,
+                group_index=rollout_id // 4,
+                tokens=generator.integers(0, VOCAB, prompt + response).tolist(),
+                response_length=response,
+                loss_mask=[int(position % 3 != 1) for position in range(response)],
+                reward=float(rollout_id % 3),
+                rollout_log_probs=(-3 * generator.random(response)).tolist(),
+                status=Sample.Status.COMPLETED,
+            )
+        )
+    return out
+
+
+def token_values(sample_id: int, count: int, salt: int) -> torch.Tensor:
+    """[count] log-probs that belong to a sample, whatever the packing."""
+    return -3 * torch.rand(count, generator=torch.Generator().manual_seed(100 * salt + sample_id + 1))
+
+
+def logits_of(sample: TrainSample) -> torch.Tensor:
+    """[T, WIDTH] float64 logits that belong to a sample."""
+    generator = torch.Generator().manual_seed(sample.sample_id + 1)
+    return 2 * torch.randn(sample.length, WIDTH, generator=generator, dtype=torch.float64)
+
+
+def micro_batch(members: list[TrainSample], plan: StepPlan, algorithm: AlgorithmConfig, multiple_of: int = 1) -> PackedBatch:
+    """Packed, with advantages, old and reference log-probs."""
+    packed = pack(members, plan, per_token=algorithm.calculate_per_token_loss, multiple_of=multiple_of)
+    return packed.with_token_values(
+        advantages=compute_advantages(members, algorithm),
+        old_log_probs=[token_values(s.sample_id, s.response_length, 1) for s in members],
+        ref_log_probs=[token_values(s.sample_id, s.response_length, 2) for s in members],
+    )
+
+
+def whole_step(
+    batches: list[TrainBatch], algorithm: AlgorithmConfig, multiple_of: int = 1
+) -> tuple[float, dict[str, float], dict[int, torch.Tensor]]:
+    """Loss, metrics and the gradient of each sample's logits, summed over all ranks and micro-batches."""
+    loss, metrics, gradients = 0.0, dict[str, float](), dict[int, torch.Tensor]()
+    for batch in batches:
+        for plan in batch.steps:
+            for micro in plan.micro_batches:
+                members = [batch.samples[i] for i in micro]
+                packed = micro_batch(members, plan, algorithm, multiple_of)
+                leaves = [logits_of(s).requires_grad_() for s in members]
+                padding = torch.full((packed.num_tokens - sum(s.length for s in members), WIDTH), 7.0, dtype=torch.float64)
+                part, sums = loss_from_logits(torch.cat([*leaves, padding]), packed, algorithm, temperature=0.9, vocab_size=VOCAB)
+                part.backward()
+                loss += part.item()
+                for name, value in sums.items():
+                    metrics[name] = metrics.get(name, 0.0) + value.item()
+                for sample, leaf in zip(members, leaves, strict=True):
+                    assert leaf.grad is not None
+                    assert sample.sample_id == FILLER_ID or sample.sample_id not in gradients
+                    gradients[sample.sample_id] = leaf.grad
+    return loss, metrics, gradients
+
+
+def batches_of(samples: list[Sample], algorithm: AlgorithmConfig, data: DataConfig, dp_size: int) -> list[TrainBatch]:
+    """One optimizer step."""
+    return build_train_batches(
+        samples, rollout_id=0, data=data, algorithm=algorithm, reward=RewardConfig(), dp_size=dp_size, args=SimpleNamespace(reward_key=None)
+    )
+
+
+def by_hand(samples: list[TrainSample], algorithm: AlgorithmConfig) -> tuple[float, dict[str, float]]:
+    """The step's loss and metrics by loops over samples and tokens in Python floats."""
+    trained = sum(float(s.loss_mask.sum()) for s in samples)
+    rollouts = len({s.rollout_id for s in samples})
+    sums = dict.fromkeys(["pg_loss", "entropy_loss", "pg_clipfrac", "ppo_kl", "kl_loss", "train_rollout_logprob_abs_diff"], 0.0)
+    for sample in samples:
+        logits = logits_of(sample).numpy()[:, :VOCAB] / 0.9
+        old = token_values(sample.sample_id, sample.response_length, 1).tolist()
+        ref = token_values(sample.sample_id, sample.response_length, 2).tolist()
+        mine = sum(float(s.loss_mask.sum()) for s in samples if s.rollout_id == sample.rollout_id)
+        for j in range(sample.response_length):
+            if not sample.loss_mask[j]:
+                continue
+            position = sample.length - sample.response_length + j
+            row = [math.exp(z) for z in logits[position - 1]]
+            p = [e / sum(row) for e in row]
+            new = math.log(p[int(sample.tokens[position])])
+            ratio, advantage = math.exp(new - old[j]), float(np.float32(sample.reward))
+            bounded = min(max(ratio, 1 - algorithm.eps_clip), 1 + (algorithm.eps_clip_high or algorithm.eps_clip))
+            pg = max(-ratio * advantage, -bounded * advantage)
+            if algorithm.eps_clip_c is not None and advantage < 0:
+                pg = min(pg, -algorithm.eps_clip_c * advantage)
+            d = new - ref[j]
+            assert sample.rollout_log_probs is not None
+            weight = 1 / trained if algorithm.calculate_per_token_loss else 1 / mine / rollouts
+            sums["pg_loss"] += weight * pg
+            sums["entropy_loss"] += weight * -sum(q * math.log(q) for q in p)
+            sums["pg_clipfrac"] += weight * (-bounded * advantage > -ratio * advantage)
+            sums["ppo_kl"] += weight * (old[j] - new)
+            sums["kl_loss"] += weight * (math.exp(-d) - 1 + d)
+            sums["train_rollout_logprob_abs_diff"] += weight * abs(old[j] - float(sample.rollout_log_probs[j]))
+    loss = sums["pg_loss"] - algorithm.entropy_coef * sums["entropy_loss"] + algorithm.kl_loss_coef * sums["kl_loss"]
+    return loss, {"loss": loss, **sums}
+
+
+LENGTHS = [(3, 4), (1, 9), (2, 1), (5, 6), (2, 2), (1, 3), (4, 12), (2, 5)]
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize("siblings", [1, 2])
+def test_policy_loss_and_metrics_equal_loops_over_tokens(per_token: bool, siblings: int) -> None:
+    algorithm = AlgorithmConfig(**{f: getattr(FULL, f) for f in FULL.__slots__} | {"calculate_per_token_loss": per_token})
+    batches = batches_of(rollout(LENGTHS, siblings), algorithm, DataConfig(micro_batch_size=3), 1)
+    loss, metrics, _ = whole_step(batches, algorithm, multiple_of=8)
+    expected, expected_metrics = by_hand(list(batches[0].samples), algorithm)
+    assert loss == pytest.approx(expected, rel=1e-6)
+    assert metrics == pytest.approx(expected_metrics, rel=1e-6, abs=1e-6)
+    assert 0 < metrics["pg_clipfrac"] < 1
+
+
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 9)), min_size=1, max_size=10),
+    dp_size=st.integers(1, 3),
+    budget=st.integers(6, 40),
+    multiple_of=st.sampled_from([1, 4, 16]),
+    per_token=st.booleans(),
+    siblings=st.integers(1, 2),
+)
+@settings(max_examples=40, deadline=None)
+def test_loss_and_gradients_do_not_depend_on_packing_or_split(
+    lengths: list[tuple[int, int]], dp_size: int, budget: int, multiple_of: int, per_token: bool, siblings: int
+) -> None:
+    algorithm = AlgorithmConfig(**{f: getattr(FULL, f) for f in FULL.__slots__} | {"calculate_per_token_loss": per_token})
+    samples = rollout(lengths, siblings)
+    one_by_one = whole_step(batches_of(samples, algorithm, DataConfig(micro_batch_size=1), 1), algorithm)
+    data = DataConfig(use_dynamic_batch_size=True, max_tokens_per_gpu=budget)
+    packed = whole_step(batches_of(samples, algorithm, data, dp_size), algorithm, multiple_of)
+    assert packed[0] == pytest.approx(one_by_one[0], abs=1e-9)
+    assert packed[1] == pytest.approx(one_by_one[1], abs=1e-6)
+    assert set(one_by_one[2]) == set(range(len(lengths)))
+    for sample_id, gradient in one_by_one[2].items():
+        torch.testing.assert_close(packed[2][sample_id], gradient, rtol=0, atol=1e-9)
+    filler = packed[2].get(FILLER_ID)
+    assert filler is None or filler.count_nonzero() == 0
+
+
+def example(algorithm: AlgorithmConfig = FULL) -> tuple[PackedBatch, torch.Tensor]:
+    """One micro-batch that is a whole step, and its logits."""
+    batch = batches_of(rollout(LENGTHS), algorithm, DataConfig(micro_batch_size=8), 1)[0]
+    packed = micro_batch(list(batch.samples), batch.steps[0], algorithm)
+    return packed, torch.cat([logits_of(s) for s in batch.samples])
+
+
+def test_gradients_by_finite_differences() -> None:
+    packed, logits = example()
+    logits.requires_grad_()
+    assert torch.autograd.gradcheck(lambda z: loss_from_logits(z, packed, FULL, temperature=0.9, vocab_size=VOCAB)[0], logits)
+
+
+def test_without_old_log_probs_the_policy_is_its_own_old_one() -> None:
+    packed, logits = example(AlgorithmConfig())
+    own = packed_log_probs(logits, packed, temperature=0.9, vocab_size=VOCAB)[0].detach()
+    results = []
+    for old in (None, own.float()):
+        leaf = logits.clone().requires_grad_()
+        without = PackedBatch(**{f: getattr(packed, f) for f in PackedBatch.__slots__} | {"old_log_probs": old})
+        loss, metrics = loss_from_logits(leaf, without, AlgorithmConfig(), temperature=0.9, vocab_size=VOCAB)
+        loss.backward()
+        results.append((loss.item(), leaf.grad))
+        assert metrics["ppo_kl"].item() == pytest.approx(0.0, abs=1e-6)
+        assert metrics["pg_clipfrac"].item() == 0.0
+    assert results[0][0] == pytest.approx(results[1][0], abs=1e-6)
+    torch.testing.assert_close(results[0][1], results[1][1], rtol=0, atol=1e-6)
+
+
+def test_rollout_log_probs_can_stand_for_the_old_policys() -> None:
+    algorithm = AlgorithmConfig(use_rollout_logprobs=True)
+    packed, logits = example(algorithm)
+    swapped = packed.with_token_values(old_log_probs=packed.rollout_log_probs)  # type: ignore[arg-type]
+    got = loss_from_logits(logits, packed, algorithm, temperature=1.0, vocab_size=VOCAB)
+    expected = loss_from_logits(logits, swapped, AlgorithmConfig(), temperature=1.0, vocab_size=VOCAB)
+    assert got[0].item() == expected[0].item()
+    assert got[1]["train_rollout_logprob_abs_diff"] > 0.1
+
+
+def test_metrics_are_detached_and_named_as_slimes() -> None:
+    packed, logits = example()
+    _, metrics = loss_from_logits(logits.requires_grad_(), packed, FULL, temperature=1.0, vocab_size=VOCAB)
+    names = ["loss", "pg_loss", "entropy_loss", "pg_clipfrac", "ppo_kl", "kl_loss", "train_rollout_logprob_abs_diff"]
+    assert list(metrics) == names
+    assert not any(value.requires_grad for value in metrics.values())
+    _, metrics = loss_from_logits(logits, packed, AlgorithmConfig(loss_type="sft_loss"), temperature=1.0, vocab_size=VOCAB)
+    assert list(metrics) == ["loss"]
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_sft_loss_is_the_mean_negative_log_likelihood(per_token: bool) -> None:
+    algorithm = AlgorithmConfig(loss_type="sft_loss", calculate_per_token_loss=per_token)
+    packed, logits = example(algorithm)
+    loss, _ = loss_from_logits(logits, packed, algorithm, temperature=1.0, vocab_size=VOCAB)
+    nll = torch.nn.functional.cross_entropy(logits[:, :VOCAB], packed.labels, reduction="none")
+    means = [(v * m).sum() / m.sum() for v, m in zip(packed.gather(nll), packed.gather(packed.loss_mask), strict=True)]
+    expected = (nll * packed.loss_mask).sum() / packed.loss_mask.sum() if per_token else torch.stack(means).mean()
+    assert loss.item() == pytest.approx(expected.item(), abs=1e-6)
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_a_custom_loss_in_slimes_form_gives_the_built_in_loss(per_token: bool) -> None:
+    built_in = AlgorithmConfig(loss_type="sft_loss", calculate_per_token_loss=per_token)
+    custom = AlgorithmConfig(loss_type="custom_loss", calculate_per_token_loss=per_token)
+    packed, logits = example(built_in)
+
+    def user_loss(args: Any, batch: dict[str, Any], logits: torch.Tensor, sum_of_sample_mean: Callable[..., Any]) -> Any:
+        assert args == "args"
+        start, nll = 0, []
+        for tokens, total, response in zip(batch["unconcat_tokens"], batch["total_lengths"], batch["response_lengths"], strict=True):
+            rows = logits[0, start + total - response - 1 : start + total - 1, :VOCAB]
+            nll.append(torch.nn.functional.cross_entropy(rows, tokens[total - response :], reduction="none"))
+            start += total
+        loss = sum_of_sample_mean(torch.cat(nll))
+        return loss, {"nll": loss.detach(), "entropy": sum_of_sample_mean(torch.cat(batch["compute_log_probs"](with_entropy=True)[1]))}
+
+    results = []
+    for algorithm, hook in ((built_in, None), (custom, user_loss)):
+        leaf = logits.clone().requires_grad_()
+        loss, metrics = loss_from_logits(leaf, packed, algorithm, temperature=1.0, vocab_size=VOCAB, custom_loss=hook, args="args")
+        loss.backward()
+        results.append((loss.item(), leaf.grad, metrics))
+    assert results[0][0] == pytest.approx(results[1][0], rel=1e-6)
+    torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-6, atol=1e-7)
+    assert results[1][2]["nll"].item() == pytest.approx(results[0][0], rel=1e-6)
+    assert 0 < results[1][2]["entropy"].item() < math.log(VOCAB)
+
+
+def raises(args: Any, batch: Any, logits: Any, sum_of_sample_mean: Any) -> Any:
+    """A hook with a bug."""
+    return batch["no such field"]
+
+
+def returns_a_float(args: Any, batch: Any, logits: Any, sum_of_sample_mean: Any) -> Any:
+    """A hook that cut the graph."""
+    return 1.0, {}
+
+
+def gives_wrong_length(args: Any, batch: Any, logits: Any, sum_of_sample_mean: Any) -> Any:
+    """A hook that confuses packed and response-aligned values."""
+    return sum_of_sample_mean(logits[0, :, 0]), {}
+
+
+@pytest.mark.parametrize(
+    ("hook", "message"),
+    [
+        (raises, "raised KeyError: 'no such field'"),
+        (returns_a_float, "returned float as loss"),
+        (gives_wrong_length, "one value per response token"),
+    ],
+)
+def test_a_custom_loss_that_fails_is_a_hook_error(hook: Any, message: str) -> None:
+    algorithm = AlgorithmConfig(loss_type="custom_loss")
+    packed, logits = example(algorithm)
+    with pytest.raises(HookError, match=message):
+        loss_from_logits(logits, packed, algorithm, temperature=1.0, custom_loss=hook)
+
+
+def test_missing_values_and_unknown_losses_are_refused() -> None:
+    packed, logits = example()
+    bare = PackedBatch(**{f: getattr(packed, f) for f in PackedBatch.__slots__} | {"ref_log_probs": None})
+    with pytest.raises(DataError, match="no ref_log_probs, which --use-kl-loss needs"):
+        loss_from_logits(logits, bare, FULL, temperature=1.0)
+    with pytest.raises(ConfigError, match="--custom-loss-function-path"):
+        loss_from_logits(logits, packed, AlgorithmConfig(loss_type="custom_loss"), temperature=1.0)
+    with pytest.raises(ConfigError, match="known are policy_loss, sft_loss, custom_loss"):
+        loss_from_logits(logits, packed, AlgorithmConfig(loss_type="mean"), temperature=1.0)
