@@ -4,7 +4,7 @@
 
 writes, the same bytes every time:
     model/          Qwen3 architecture, random float32 weights (safetensors), tokenizer with a chat template
-    sft.jsonl       worked answers for the supervised start
+    sft.jsonl       conversations with the right answer, for the supervised start
     train.jsonl     prompts for RL; the verifier scores them, their labels are never trained on
     heldout.jsonl   prompts for evaluation
 No expression occurs in two of the files.
@@ -63,6 +63,8 @@ def make_assets(folder: Path, spec: AssetSpec) -> dict[str, Path]:
     for name, count in (("sft", spec.num_sft), ("train", spec.num_train), ("heldout", spec.num_heldout)):
         paths[name] = folder / f"{name}.jsonl"
         part = [next(rows) for _ in range(count)]
+        if name == "sft":
+            part = [{"input": [*row["input"], {"role": "assistant", "content": row["label"]}]} for row in part]
         paths[name].write_text("".join(json.dumps(row) + "\n" for row in part), encoding="utf-8")
     return paths
 
@@ -88,7 +90,7 @@ def _distinct_rows(spec: AssetSpec) -> Iterator[dict[str, Any]]:
             continue
         seen.add(expression)
         yield {
-            "input": [{"role": "user", "content": f"{expression} ="}],
+            "input": [{"role": "user", "content": expression.replace(" ", "") + "="}],
             "label": entry["answer"],
             "metadata": {"reasoning_gym": {"dataset": "chain_sum", "entry": entry}},
         }

@@ -34,7 +34,9 @@ def test_functions_are_at_most_80_lines() -> None:
 
 def test_each_module_says_what_it_is() -> None:
     silent = [relative(path) for path in python_files("vime", "examples", "scripts", "benchmarks") if not ast.get_docstring(parsed(path))]
-    empty_packages = {relative(path) for path in python_files("vime", "examples", "benchmarks") if path.name == "__init__.py" and not parsed(path).body}
+    empty_packages = {
+        relative(path) for path in python_files("vime", "examples", "benchmarks") if path.name == "__init__.py" and not parsed(path).body
+    }
     assert not [name for name in silent if name not in empty_packages]
 
 
