@@ -182,13 +182,14 @@ def hook_errors(flag: str, path: str, function: Any) -> Iterator[None]:
 
 def hook_failed(flag: str, path: str, function: Any, error: BaseException) -> HookError:
     """A HookError with the last line of the traceback and the file:line in the user's code."""
-    frames = traceback.extract_tb(error.__traceback__)
+    frames = list(traceback.extract_tb(error.__traceback__))
     with contextlib.suppress(TypeError):
         source = inspect.getsourcefile(inspect.unwrap(function if callable(function) else type(function)))
         frames = [frame for frame in frames if frame.filename == source] or frames
     where = f" at {frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else ""
     last_line = traceback.format_exception_only(error)[-1].strip()
-    return HookError(f"{flag} {path} raised {last_line}{where}. Mend the function, or let it raise vime.errors.GenerationError for a sample that cannot be had.")
+    cure = "Mend the function, or let it raise vime.errors.GenerationError for a sample that cannot be had."
+    return HookError(f"{flag} {path} raised {last_line}{where}. {cure}")
 
 
 def _locate(path: str, flag: str) -> Any:
@@ -254,7 +255,8 @@ def _mismatch(target: Any, spec: HookKind) -> str:
 def _is_async(target: Any) -> bool:
     plain = inspect.unwrap(target)
     return any(
-        inspect.iscoroutinefunction(candidate) for candidate in (target, plain, getattr(type(target), "__call__", None))  # noqa: B004
+        inspect.iscoroutinefunction(candidate)
+        for candidate in (target, plain, getattr(type(target), "__call__", None))  # noqa: B004
     )
 
 
@@ -300,5 +302,13 @@ def _found(target: Any) -> str:
     signature = _signature(target)
     name = getattr(target, "__name__", type(target).__name__)
     shown = f"({', '.join(str(p.replace(annotation=p.empty)) for p in signature.parameters.values())})" if signature else ""
-    kind = "class" if inspect.isclass(target) else "async def" if callable(target) and _is_async(target) else "def" if callable(target) else "value"
+    kind = (
+        "class"
+        if inspect.isclass(target)
+        else "async def"
+        if callable(target) and _is_async(target)
+        else "def"
+        if callable(target)
+        else "value"
+    )
     return f"{kind} {name}{shown}"

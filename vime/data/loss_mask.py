@@ -7,7 +7,6 @@ text and in tokens, or the conversation is refused (per-message templating that 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -70,9 +69,7 @@ class MultiTurnLossMaskGenerator:
         """For each mask, the number of tokens from the first trained one to the end."""
         return [len(mask) - mask.index(1) if 1 in mask else 0 for mask in loss_masks]
 
-    def _split_turn(
-        self, messages: list[Message], first: int, piece: str, tools: Any, where: str
-    ) -> list[tuple[str, bool]]:
+    def _split_turn(self, messages: list[Message], first: int, piece: str, tools: Any, where: str) -> list[tuple[str, bool]]:
         """The turn's text cut into (text, trained): generation prompt, what the model writes, what follows its end token."""
         message = messages[first]
         if message["role"] != "assistant" or not message.get("step_loss_mask", 1):
@@ -80,7 +77,7 @@ class MultiTurnLossMaskGenerator:
         header = ""
         if first:
             closed, opened = (self._render(messages[:first], tools, where, generation=flag) for flag in (False, True))
-            header = os.path.commonprefix([opened[len(closed) :] if opened.startswith(closed) else "", piece])
+            header = _common_start(opened[len(closed) :] if opened.startswith(closed) else "", piece)
         if first and not header:
             raise DataError(f"{where}: turn {first} (assistant) does not begin with the template's generation prompt.")
         body = piece[len(header) :]
@@ -98,7 +95,9 @@ class MultiTurnLossMaskGenerator:
         text = self._render([*messages[:stop], {"role": "user", "content": _PROBE}], tools, where)
         opening = "<|im_start|>user\n" + _PROBE
         if opening not in text:
-            raise DataError(f"{where}: the chat template does not open user turns with <|im_start|>user; --loss-mask-type qwen3 needs ChatML.")
+            raise DataError(
+                f"{where}: the chat template does not open user turns with <|im_start|>user; --loss-mask-type qwen3 needs ChatML."
+            )
         return text[: text.rindex(opening)]
 
     def _render(self, messages: list[Message], tools: Any, where: str, generation: bool = False) -> str:
@@ -106,6 +105,15 @@ class MultiTurnLossMaskGenerator:
 
     def _encode(self, text: str) -> list[int]:
         return [int(token) for token in self.tokenizer.encode(text, add_special_tokens=False)]
+
+
+def _common_start(one: str, other: str) -> str:
+    length = 0
+    for a, b in zip(one, other, strict=False):
+        if a != b:
+            break
+        length += 1
+    return one[:length]
 
 
 def _turns(messages: list[Message]) -> list[tuple[int, int]]:

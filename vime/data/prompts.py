@@ -142,5 +142,7 @@ def _label(row: Row, form: PromptFormat, metadata: dict[str, Any]) -> Any:
         return None
     label = row.column(form.label_key, flag=f"{form.flag_prefix}label-key", what="the label")
     if label is None and needed:
-        raise DataError(f"{row.where}: the label under '{form.label_key}' is null, but reward '{kind}' compares with it. Give a label or drop the row.")
+        raise DataError(
+            f"{row.where}: the label under '{form.label_key}' is null, but reward '{kind}' compares with it. Give a label or drop the row."
+        )
     return label

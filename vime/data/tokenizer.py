@@ -48,11 +48,15 @@ def render_chat(
         DataError: the tokenizer has no chat template, or the template refuses these messages.
     """
     if not getattr(tokenizer, "chat_template", None):
-        raise DataError(f"{where}: the prompt is a list of chat messages, but the tokenizer has no chat_template. Add one to the model folder.")
+        raise DataError(
+            f"{where}: the prompt is a list of chat messages, but the tokenizer has no chat_template. Add one to the model folder."
+        )
     try:
         text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt, **kwargs)
-    except Exception as error:  # noqa: BLE001 - templates are programs of others (Jinja raises its own kinds)
-        raise DataError(f"{where}: the chat template refuses the messages ({type(error).__name__}: {error}). Roles and contents must suit it.") from error
+    except Exception as error:  # templates are programs of others, and Jinja raises kinds of its own
+        raise DataError(
+            f"{where}: the chat template refuses the messages ({type(error).__name__}: {error}). Roles and contents must suit it."
+        ) from error
     return str(text)
 
 

@@ -1,8 +1,8 @@
 """Data sources: they hand out groups of samples to generate, and take back what was not used.
 
-    prompts (file) ──▶ get_samples(n) ──▶ rollout function
-                            ▲                   │
-                         buffer ◀── add_samples ┘   (surplus groups, finished or fresh)
+prompts (file) ──▶ get_samples(n) ──▶ rollout function
+                        ▲                   │
+                     buffer ◀── add_samples ┘   (surplus groups, finished or fresh)
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class RolloutDataSource:
         """Take over a state; `path` is named in errors."""
         if state["digest"] != self._digest():
             raise DataError(
-                f"{path} was saved with {state['num_prompts']} prompts; --prompt-data {self.args.prompt_data} gives {len(self)} or other ones, "
+                f"{path} was saved with {state['num_prompts']} prompts; --prompt-data {self.args.prompt_data} gives {len(self)}, or others, "
                 "so the run cannot go on exactly. Give the same prompts and template, or start in another --save folder."
             )
         for name in ("epoch_id", "sample_offset", "sample_group_index", "sample_index", "metadata"):
@@ -199,7 +199,9 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         for group in samples:
             if not isinstance(group, list) or len(group) != self.args.n_samples_per_prompt:
                 size = len(group) if isinstance(group, list) else type(group).__name__
-                raise DataError(f"add_samples: a group must be a list of n_samples_per_prompt = {self.args.n_samples_per_prompt} samples, got {size}.")
+                raise DataError(
+                    f"add_samples: a group must be a list of n_samples_per_prompt = {self.args.n_samples_per_prompt} samples, got {size}."
+                )
         self.buffer.extend(samples)
 
     def get_buffer_length(self) -> int:

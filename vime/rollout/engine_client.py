@@ -64,9 +64,7 @@ class EngineClient:
         payload = {"token_ids": token_ids, "sampling_params": engine_sampling_params(sampling_params)}
         headers = {SESSION_HEADER: session_id} if session_id else None
         async with self.scope.slot(self.url):
-            reply = await request_json(
-                self.scope.open(), "POST", self.url, payload, policy=self.scope.policy, first_try_headers=headers
-            )
+            reply = await request_json(self.scope.open(), "POST", self.url, payload, policy=self.scope.policy, first_try_headers=headers)
         return parse_reply(reply, self.url)
 
 
@@ -98,7 +96,9 @@ def parse_reply(reply: Any, url: str) -> Generation:
     if reason not in _STATUS:
         raise GenerationError(f"{url} ended a generation with finish_reason {reason!r}; the engine's log says why.")
     if len(entries) != len(tokens):
-        raise EngineError(f"{url} sent {len(tokens)} token_ids but {len(entries)} logprobs; the reply is torn or the engine is not asked right.")
+        raise EngineError(
+            f"{url} sent {len(tokens)} token_ids but {len(entries)} logprobs; the reply is torn or the engine is not asked right."
+        )
     log_probs = []
     for position, (token, entry) in enumerate(zip(tokens, entries, strict=True)):
         if entry["token_id"] != token:

@@ -91,9 +91,20 @@ class GenerateState:
             _CURRENT.reset(token)
             await self.client.scope.close()
 
+    @contextlib.asynccontextmanager
+    async def borrowed(self) -> AsyncIterator[GenerateState]:
+        """The same when the rollout runs already; else connections last for this block only."""
+        if _CURRENT.get() is self:
+            yield self
+        else:
+            async with self.running():
+                yield self
+
 
 def router_url(args: Any) -> str:
     """http://ip:port of the router in front of the engines."""
     if not args.vllm_router_ip or not args.vllm_router_port:
-        raise ConfigError("This rollout needs engines, but no router is running for it. Drop --debug-train-only, or give --vllm-router-ip/-port.")
+        raise ConfigError(
+            "This rollout needs engines, but no router is running for it. Drop --debug-train-only, or give --vllm-router-ip/-port."
+        )
     return f"http://{args.vllm_router_ip}:{args.vllm_router_port}"

@@ -65,7 +65,9 @@ async def batched_async_rm(args: Any, samples: Sequence[Sample], evaluation: boo
 async def _builtin(args: Any, sample: Sample, name: str) -> Any:
     spec = find_reward(name, "--rm-type" if name == args.rm_type else "metadata['rm_type']")
     if spec.label and sample.label is None:
-        raise DataError(f"sample {sample.index}: reward '{name}' compares with a label, and the sample has none. Name its column with --label-key.")
+        raise DataError(
+            f"sample {sample.index}: reward '{name}' compares with a label, and the sample has none. Name its column with --label-key."
+        )
     if spec.runs == "sample":
         return await spec.function()(args, sample)
     response = sample.response
@@ -104,6 +106,7 @@ def _finite(value: Any, who: str) -> float:
         number = math.nan
     if not math.isfinite(number) or isinstance(value, str):
         raise RewardError(
-            f"{who} gave {value!r}, which is no finite number. Return a float; raise vime.errors.GenerationError when a sample cannot be judged."
+            f"{who} gave {value!r}, which is not a finite number. "
+            "Return a float; raise vime.errors.GenerationError when a sample cannot be judged."
         )
     return number

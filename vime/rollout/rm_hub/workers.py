@@ -1,6 +1,6 @@
 """Processes that run heavy rewards: no verifier can block the event loop, or hang the run.
 
-    score() ──▶ queue ──▶ one thread per worker ──JSON line──▶ worker process (worker_main)
+score() ──▶ queue ──▶ one thread per worker ──JSON line──▶ worker process (worker_main)
 """
 
 from __future__ import annotations
@@ -99,7 +99,9 @@ class _Worker:
             with selectors.DefaultSelector() as ready:
                 ready.register(stdout, selectors.EVENT_READ)
                 if not ready.select(timeout):
-                    raise GenerationError(f"reward '{request['rm_type']}' did not judge an answer within {timeout:g} s; its worker was ended.")
+                    raise GenerationError(
+                        f"reward '{request['rm_type']}' did not judge an answer within {timeout:g} s; its worker was ended."
+                    )
             reply = stdout.readline()
         except (GenerationError, OSError) as error:
             self.end()

@@ -1,0 +1,234 @@
+"""One sample, one group: generate, score, and record what failed.
+
+group ─▶ each member: generate (engine, or the custom function) ─▶ reward ─▶ COMPLETED | TRUNCATED
+                               └── engine, tool or judge failed ──────────▶ FAILED (counted, never scored 0)
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterable, Iterator
+from typing import Any
+
+from vime.data.tokenizer import encode_prompt
+from vime.errors import DataError, GenerationError, HookError, PeerError
+from vime.hooks import hook_errors
+from vime.rollout.base_types import Group
+from vime.rollout.engine_client import derive_seed
+from vime.rollout.generate_state import GenerateState
+from vime.rollout.rm_hub.scoring import async_rm, batched_async_rm
+from vime.utils.types import Sample
+
+__all__ = ["all_or_cancel", "generate", "generate_and_rm", "generate_and_rm_group", "is_done", "segments", "usable"]
+
+Status = Sample.Status
+FLAG = "--custom-generate-function-path"
+DONE = (Status.COMPLETED, Status.TRUNCATED)
+
+
+async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """Let the engine continue `sample`; its tokens, log-probabilities and weight versions are appended to it.
+
+    A sample without tokens is encoded from its prompt first. The engine may generate what `max_new_tokens` and
+    --rollout-max-context-len leave; when that is nothing the sample is TRUNCATED as it is. A generation that the engine
+    cut off (ABORTED) is continued, --rollout-request-retries times at most.
+
+    Raises:
+        EngineError, DeadlineError, GenerationError: see `EngineClient.generate`.
+        DataError: the sample has no prompt.
+    """
+    state = GenerateState(args)
+    async with state.borrowed():
+        if not sample.tokens:
+            sample.tokens = prompt_ids(state, sample)
+        for _ in range(args.rollout_request_retries + 1):
+            await _continue(state, sample, sampling_params)
+            if sample.status is not Status.ABORTED:
+                break
+    return sample
+
+
+def prompt_ids(state: GenerateState, sample: Sample) -> list[int]:
+    """Token ids [P] of the sample's prompt."""
+    kwargs = sample.apply_chat_template_kwargs or {}
+    ids = encode_prompt(state.tokenizer, sample.prompt, where=f"sample {sample.index}", tools=sample.metadata.get("tools"), **kwargs)
+    if not ids:
+        raise DataError(f"sample {sample.index} has an empty prompt. Give --prompt-data, or a rollout function that makes its own prompts.")
+    return ids
+
+
+async def _continue(state: GenerateState, sample: Sample, sampling_params: dict[str, Any]) -> None:
+    args = state.args
+    budget = sampling_params["max_new_tokens"] - sample.response_length
+    if args.rollout_max_context_len is not None:
+        budget = min(budget, args.rollout_max_context_len - len(sample.tokens))
+    if budget <= 0:
+        sample.status = Status.TRUNCATED
+        return
+    params = {**sampling_params, "max_new_tokens": budget}
+    if params.get("seed") is not None and sample.response_length:
+        params["seed"] = derive_seed(params["seed"], sample.response_length)  # a later turn draws anew
+    reply = await state.client.generate(sample.tokens, params, session_id=sample.session_id)
+    text = state.tokenizer.decode(
+        reply.token_ids, skip_special_tokens=params.get("skip_special_tokens", False), clean_up_tokenization_spaces=False
+    )
+    sample.append_response_tokens(
+        args,
+        tokens=reply.token_ids,
+        log_probs=reply.log_probs,
+        text=text,
+        weight_versions=reply.weight_versions,
+        status=reply.status,
+    )
+
+
+async def generate_and_rm(args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False) -> Sample | list[Sample]:
+    """Generate one sample and score it (with --group-rm scoring is left to the group).
+
+    Raises:
+        GenerationError, EngineError, DeadlineError: the sample cannot be had.
+        HookError: a custom function raised, or returned what is no sample.
+    """
+    if is_done(sample, args):
+        return sample
+    state = GenerateState(args)
+    path = sample.generate_function_path or args.custom_generate_function_path
+    result: Sample | list[Sample]
+    if path:
+        function, takes_evaluation = state.generate_hook(path)
+        extra = {"evaluation": evaluation} if takes_evaluation else {}
+        with hook_errors(FLAG, path, function):
+            result = await function(args, sample, dict(sampling_params), **extra)
+        _check_result(result, sample, path)
+    else:
+        result = await generate(args, sample, dict(sampling_params))
+    parts = list(segments([result]))
+    if any(part.status is Status.ABORTED for part in parts):
+        raise GenerationError(f"sample {sample.index} was cut off by the engine, and again when it was continued.")
+    if not args.group_rm:
+        unscored = [part for part in parts if part.reward is None and part.status is not Status.FAILED]
+        rewards = await all_or_cancel(async_rm(args, part, evaluation) for part in unscored)
+        for part, reward in zip(unscored, rewards, strict=True):
+            part.reward = reward
+    return result
+
+
+async def generate_and_rm_group(args: Any, group: Group, sampling_params: dict[str, Any], evaluation: bool = False) -> Group:
+    """Generate and score the members of one group, all at once.
+
+    A member whose engine, tool or judge failed comes back FAILED, the cause in `metadata["failure"]`.
+
+    Raises:
+        GenerationError: no member could be had, or the group's judge (--group-rm) failed.
+        HookError, RewardError, DataError, ConfigError: the run must not go on.
+    """
+    done: Group = await all_or_cancel(_member(args, member, sampling_params, evaluation) for member in group)
+    good = usable(done)
+    if not good:
+        causes = sorted({str(part.metadata.get("failure", "its generate function set FAILED")) for part in segments(done)})
+        raise GenerationError(f"none of the {len(group)} samples of group {_group_id(group)} could be had: {'; '.join(causes)}")
+    unscored = [part for part in good if part.reward is None]
+    if args.group_rm and unscored:
+        try:
+            rewards = await batched_async_rm(args, unscored, evaluation)
+        except PeerError as error:
+            raise GenerationError(f"the judge of group {_group_id(group)} failed: {error}") from error
+        for part, reward in zip(unscored, rewards, strict=True):
+            part.reward = reward
+    return done
+
+
+async def _member(args: Any, member: Sample | list[Sample], sampling_params: dict[str, Any], evaluation: bool) -> Sample | list[Sample]:
+    if isinstance(member, list):
+        return member  # a fan-out that was finished earlier
+    if member.session_id is None:
+        member.session_id = f"{args.rollout_seed}-{member.group_index}-{member.index}"
+    params = dict(sampling_params)
+    if args.vllm_enable_deterministic_inference and params.get("seed") is None:
+        params["seed"] = derive_seed(args.rollout_seed, "train", member.index)
+    elif params.get("seed") is not None:
+        params["seed"] = derive_seed(params["seed"], member.index)
+    try:
+        return await generate_and_rm(args, member, params, evaluation)
+    except (GenerationError, PeerError) as error:
+        member.status = Status.FAILED
+        member.reward = None
+        member.metadata["failure"] = f"{type(error).__name__}: {error}"
+        return member
+
+
+def is_done(sample: Sample, args: Any) -> bool:
+    """Whether a sample that came from the buffer needs nothing more."""
+    scored = sample.reward is not None or args.group_rm
+    return (sample.status in DONE and scored) or (sample.status is Status.FAILED and "failure" in sample.metadata)
+
+
+def segments(group: Iterable[Sample | list[Sample]]) -> Iterator[Sample]:
+    """All samples of a group, fan-outs unfolded."""
+    for member in group:
+        if isinstance(member, list):
+            yield from member
+        else:
+            yield member
+
+
+def usable(group: Iterable[Sample | list[Sample]]) -> list[Sample]:
+    """The samples of a group that were had."""
+    return [part for part in segments(group) if part.status is not Status.FAILED]
+
+
+async def all_or_cancel[T](work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Results in order; when one raises (or we are cancelled) the others are cancelled and awaited first."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    if not tasks:
+        return []
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    for task in tasks:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            raise error
+    return [task.result() for task in tasks]
+
+
+def _check_result(result: Any, sample: Sample, path: str) -> None:
+    """A custom generate function's result is a sample, or a list of samples of one rollout, and consistent."""
+    where = f"{FLAG} {path}, sample {sample.index}"
+    if isinstance(result, list):
+        if not result or not all(isinstance(part, Sample) for part in result):
+            raise HookError(f"{where}: it returned a list that is empty or holds other things than Sample.")
+        ids = {part.rollout_id for part in result}
+        if None in ids or len(ids) > 1:
+            raise HookError(
+                f"{where}: it returned {len(result)} samples with rollout_id {sorted(map(str, ids))}. "
+                "Siblings of one execution must all carry the same rollout_id (e.g. sample.index), or their advantages cannot be computed."
+            )
+    elif not isinstance(result, Sample):
+        raise HookError(f"{where}: it returned a {type(result).__name__}; it must return the Sample, or a list of Samples.")
+    for part in segments([result]):
+        _check_lengths(part, where)
+
+
+def _check_lengths(part: Sample, where: str) -> None:
+    if part.status is Status.PENDING and part.response_length:
+        part.status = Status.COMPLETED
+    if part.status in (Status.FAILED, Status.ABORTED):
+        return
+    if not 0 < part.response_length <= len(part.tokens):
+        raise HookError(
+            f"{where}: response_length is {part.response_length} with {len(part.tokens)} tokens. "
+            "It must be at least 1 and at most their number; set status FAILED (or raise vime.errors.GenerationError) for a sample that cannot be had."
+        )
+    for name in ("loss_mask", "rollout_log_probs", "weight_versions"):
+        value = getattr(part, name)
+        if value and len(value) != part.response_length:
+            raise HookError(
+                f"{where}: {name} has {len(value)} entries for {part.response_length} response tokens. Use sample.append_response_tokens."
+            )
+
+
+def _group_id(group: Group) -> int | None:
+    return next(segments(group)).group_index

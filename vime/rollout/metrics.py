@@ -1,0 +1,92 @@
+"""What is logged of a rollout, under slime's names."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from vime.rollout.base_types import Group
+from vime.rollout.generation import segments, usable
+from vime.utils.types import Sample
+
+__all__ = ["eval_metrics", "rollout_metrics"]
+
+
+def rollout_metrics(args: Any, groups: Sequence[Group], *, seconds: float) -> dict[str, float]:
+    """Metrics of the groups that are trained on.
+
+    rollout/response_len/{mean,median,max,min}  generated and tool tokens of a response
+    rollout/total_tokens            response tokens of all samples
+    rollout/truncated_ratio         share of samples that reached the length limit
+    rollout/raw_reward              mean reward
+    rollout/zero_std/count_{r}      groups whose members all got r
+    rollout/failed_samples          members that could not be had, in groups that were kept
+    rollout/staleness/{mean,max}    weight versions between a token and the newest token, over samples
+    perf/tokens_per_gpu_per_sec     response tokens per second and engine device
+    perf/effective_tokens_per_gpu_per_sec  the same, trained tokens only
+    perf/longest_sample_tokens_per_sec     length of the longest response per second
+    perf/non_generation_time/mean   seconds a sample spent in tools
+    """
+    everyone = [part for group in groups for part in segments(group)]
+    good = [part for group in groups for part in usable(group)]
+    lengths = [part.response_length for part in good]
+    rewards = [part.get_reward_value(args) for part in good]
+    devices = max(1, args.num_engines * args.rollout_num_gpus_per_engine)
+    rate = 1.0 / max(seconds, 1e-9)
+    return {
+        **_spread("rollout/response_len", lengths),
+        "rollout/total_tokens": float(sum(lengths)),
+        "rollout/truncated_ratio": _share(part.status is Sample.Status.TRUNCATED for part in good),
+        "rollout/raw_reward": statistics.fmean(rewards),
+        "rollout/failed_samples": float(len(everyone) - len(good)),
+        **_zero_std(args, groups),
+        **_staleness(good),
+        "perf/tokens_per_gpu_per_sec": sum(lengths) * rate / devices,
+        "perf/effective_tokens_per_gpu_per_sec": sum(part.effective_response_length for part in good) * rate / devices,
+        "perf/longest_sample_tokens_per_sec": max(lengths) * rate,
+        "perf/non_generation_time/mean": statistics.fmean(part.non_generation_time for part in good),
+    }
+
+
+def eval_metrics(name: str, rewards: Sequence[float], samples: Sequence[Sample], num_failed: int) -> dict[str, float]:
+    """eval/{name} (mean reward), its -truncated_ratio, -response_len/..., and -failed (samples that could not be had)."""
+    return {
+        f"eval/{name}": statistics.fmean(rewards),
+        f"eval/{name}-truncated_ratio": _share(sample.status is Sample.Status.TRUNCATED for sample in samples),
+        f"eval/{name}-failed": float(num_failed),
+        **_spread(f"eval/{name}-response_len", [sample.response_length for sample in samples]),
+    }
+
+
+def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
+    return {
+        f"{name}/mean": statistics.fmean(values),
+        f"{name}/median": float(statistics.median(values)),
+        f"{name}/max": float(max(values)),
+        f"{name}/min": float(min(values)),
+    }
+
+
+def _share(flags: Any) -> float:
+    return statistics.fmean(map(float, flags))
+
+
+def _zero_std(args: Any, groups: Sequence[Group]) -> dict[str, float]:
+    same: Counter[str] = Counter()
+    for group in groups:
+        rewards = [part.get_reward_value(args) for part in usable(group)]
+        if len(rewards) > 1 and max(rewards) - min(rewards) < 1e-9:
+            same[f"rollout/zero_std/count_{round(rewards[0], 1):g}"] += 1
+    return {name: float(count) for name, count in same.items()}
+
+
+def _staleness(samples: Sequence[Sample]) -> dict[str, float]:
+    """Versions that are numbers only: before the first sync the engine says "default"."""
+    oldest = [min(versions) for sample in samples if (versions := [int(v) for v in sample.weight_versions if v.isdigit()])]
+    if not oldest:
+        return {}
+    newest = max(int(v) for sample in samples for v in sample.weight_versions if v.isdigit())
+    behind = [newest - version for version in oldest]
+    return {"rollout/staleness/mean": statistics.fmean(behind), "rollout/staleness/max": float(max(behind))}
