@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 __all__ = ["token_log_probs"]
 
-CHUNK_ELEMENTS = 2**22  # of one float32 chunk: 16 MiB
+CHUNK_ELEMENTS_CPU = 2**18  # of one float32 chunk: 1 MiB, which a core's cache holds
+CHUNK_ELEMENTS = 2**26  # on other devices: 256 MiB, for few kernel launches
 NO_LOGIT = -1e30  # stands for -inf where 0 x -inf would be nan
 
 
@@ -44,7 +45,8 @@ def token_log_probs(
     width = logits.shape[-1]
     start = dist.get_rank(group) * width if group is not None else 0
     valid = width if vocab_size is None else max(0, min(width, vocab_size - start))
-    chunk = chunk_rows or max(1, CHUNK_ELEMENTS // max(width, 1))
+    elements = CHUNK_ELEMENTS_CPU if logits.device.type == "cpu" else CHUNK_ELEMENTS
+    chunk = chunk_rows or max(1, elements // max(width, 1))
     shard = _Shard(group, start, valid, float(temperature), rows, chunk, with_entropy, entropy_grad)
     log_probs, entropy = _TokenLogProbs.apply(logits, labels, shard)
     return log_probs, entropy if with_entropy else None
@@ -71,9 +73,17 @@ class _Shard:
     def scaled(self, logits: torch.Tensor, where: slice) -> torch.Tensor:
         """A fresh float copy of one chunk of rows, without padding columns, divided by the temperature."""
         dtype = torch.promote_types(logits.dtype, torch.float32)
-        source = logits[where, : self.valid] if self.rows is None else logits[self.rows[where], : self.valid]
-        chunk = source.to(dtype, copy=self.rows is None)
+        source = logits[where] if self.rows is None else logits.index_select(0, self.rows[where])
+        chunk = source[:, : self.valid].to(dtype, copy=self.rows is None)
         return chunk.div_(self.temperature) if self.temperature != 1.0 else chunk
+
+    def peak(self, logits: torch.Tensor) -> torch.Tensor:
+        """The largest scaled logit of each row, in the dtype of `scaled`."""
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        if not self.valid:
+            return torch.full(logits.shape[:1], NO_LOGIT, dtype=dtype, device=logits.device)
+        highest = logits[:, : self.valid].amax(-1).to(dtype).div_(self.temperature)
+        return highest if self.rows is None else highest[self.rows]
 
     def chunks(self, count: int) -> list[slice]:
         """Slices over `count` rows."""
@@ -94,11 +104,8 @@ class _TokenLogProbs(torch.autograd.Function):
         dtype = torch.promote_types(logits.dtype, torch.float32)
         chosen = labels if shard.rows is None else labels[shard.rows]
         count = len(chosen)
-        peak = torch.full((count,), NO_LOGIT, dtype=dtype, device=logits.device)
+        peak = shard.peak(logits)
         sums = torch.zeros((3, count), dtype=dtype, device=logits.device)  # of exp, of exp x logit, the label's logit
-        if shard.valid:
-            for where in shard.chunks(count):
-                peak[where] = shard.scaled(logits, where).amax(-1)
         if shard.group is not None:
             dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=shard.group)
         column, inside = shard.local(chosen)
@@ -145,9 +152,9 @@ class _TokenLogProbs(torch.autograd.Function):
             if shard.temperature != 1.0:
                 d.div_(shard.temperature)
             if rows is None:
-                grad[where, : shard.valid] = d.to(grad.dtype)
+                grad[where, : shard.valid] = d
             else:
-                grad[rows[where], : shard.valid] = d.to(grad.dtype)
+                grad[:, : shard.valid].index_copy_(0, rows[where], d.to(grad.dtype))
         return grad, None, None
 
 

@@ -217,6 +217,8 @@ def _hook_batch(packed: PackedBatch, log_probs: Callable[..., Any]) -> dict[str,
         values = getattr(packed, ours)
         if values is not None:
             batch[slimes] = packed.gather(values)
+    if "advantages" in batch:
+        batch["returns"] = batch["advantages"]  # the same without a critic
     return batch
 
 
