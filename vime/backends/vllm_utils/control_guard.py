@@ -13,10 +13,11 @@ import secrets
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-__all__ = ["OPEN_PATHS", "SECRET_ENV", "SECRET_HEADER", "ControlGuard"]
+from vime.backends.weight_transfer.control import SECRET_HEADER
+
+__all__ = ["OPEN_PATHS", "SECRET_ENV", "ControlGuard"]
 
 SECRET_ENV = "VIME_CONTROL_SECRET"
-SECRET_HEADER = "x-vime-control"
 
 OPEN_PATHS = frozenset(
     {

@@ -11,12 +11,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
 from pathlib import Path
 
 from vime.errors import DeadlineError, EngineError, ResourceError
 
-__all__ = ["LOOPBACK", "ServerProcess", "claim_port", "new_secret"]
+__all__ = ["LOOPBACK", "PortClaim", "ServerProcess", "new_secret"]
 
 LOOPBACK = "127.0.0.1"
 _SUPERVISOR = Path(__file__).with_name("supervisor.py")
@@ -29,17 +28,28 @@ def new_secret() -> str:
     return secrets.token_hex(16)
 
 
-def claim_port(port: int | None, *, what: str) -> int:
-    """A free loopback port: the given one, or any. A given port that is taken is a ResourceError."""
-    with closing(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+class PortClaim:
+    """A loopback port kept for a server that is starting.
+
+    The socket is bound and does not listen, with SO_REUSEADDR as servers set it: the server can bind beside it, and nobody
+    else is given the port. Close it once the server listens.
+    """
+
+    def __init__(self, port: int | None, *, what: str) -> None:
+        """The given port, or any free one. ResourceError when the given one is taken."""
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((LOOPBACK, port or 0))
+            self._socket.bind((LOOPBACK, port or 0))
         except OSError as error:
-            raise ResourceError(
-                f"Port {port} for {what} cannot be had on {LOOPBACK} ({error.strerror}). Choose another, or end the process that listens there."
-            ) from error
-        return int(probe.getsockname()[1])
+            self._socket.close()
+            reason = f"Port {port} for {what} cannot be had on {LOOPBACK} ({error.strerror})"
+            raise ResourceError(f"{reason}. Choose another, or end the process that listens there.") from error
+        self.port = int(self._socket.getsockname()[1])
+
+    def close(self) -> None:
+        """Give the claim up; a second call does nothing."""
+        self._socket.close()
 
 
 class ServerProcess:
@@ -119,4 +129,6 @@ class ServerProcess:
         try:
             self._process.wait(limit)
         except subprocess.TimeoutExpired as error:
-            raise DeadlineError(peer=self.name, phase="stop", seconds=limit, cure=f"Look at process {self.pid} and its children.") from error
+            raise DeadlineError(
+                peer=self.name, phase="stop", seconds=limit, cure=f"Look at process {self.pid} and its children."
+            ) from error

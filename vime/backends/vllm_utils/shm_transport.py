@@ -14,8 +14,8 @@ import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from vime.backends.vllm_utils.digest import digest_bytes
-from vime.backends.vllm_utils.segment import Segment
+from vime.backends.weight_transfer.digest import digest_bytes
+from vime.backends.weight_transfer.segment import Segment
 
 __all__ = ["ShmInitInfo", "ShmUpdateInfo", "ShmWeightTransferEngine"]
 
@@ -77,7 +77,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
             self._received[spec["name"]] = [spec["dtype"], spec["shape"], digest_bytes(raw)]
             weights.append((spec["name"], raw.view(getattr(torch, spec["dtype"])).view(spec["shape"])))
         loaded = self.model.load_weights(weights)
-        self._unloaded -= loaded or set()
+        self._unloaded = set() if loaded is None else self._unloaded - loaded  # None: this model's loader does not say
 
     def finish_weight_update(self) -> None:
         """Put the layers together again."""

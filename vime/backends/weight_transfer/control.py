@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlencode, urlsplit
 
-from vime.backends.vllm_utils.control_guard import SECRET_HEADER
 from vime.errors import DeadlineError, EngineError
 
-__all__ = ["EngineControl", "EngineEndpoint", "EngineFeatures"]
+__all__ = ["SECRET_HEADER", "EngineControl", "EngineEndpoint", "EngineFeatures"]
+
+SECRET_HEADER = "x-vime-control"  # carries the secret; vllm-router does not forward it
 
 _RETRIES = 3  # further tries of a repeatable call
 _BACKOFF = 0.1  # seconds before the first of them; doubles

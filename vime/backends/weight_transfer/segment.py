@@ -2,14 +2,17 @@
 
 A segment is a file of the shared-memory file system, so Python's resource tracker has no part in it: the trainer makes it,
 the engines map it by name, and the trainer removes the name as soon as all have answered. A trainer that is killed in
-between leaves a name that says whose it was; `remove_stale_segments` finds it at the next start.
+between leaves a name without a lock on it, which `remove_stale_segments` removes at the next start of anything.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import mmap
 import os
+import secrets
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -50,30 +53,32 @@ def layout(tensors: list[tuple[str, str, tuple[int, ...], int]]) -> tuple[list[T
 class Segment:
     """A mapped piece of shared memory. `create` makes and owns the name; `attach` maps an existing one."""
 
-    def __init__(self, name: str, memory: mmap.mmap, *, owner: bool) -> None:
+    def __init__(self, name: str, memory: mmap.mmap, *, lock: int | None) -> None:
+        """`lock` is the maker's locked descriptor; None for who attached."""
         self.name = name
         self.memory = memory
-        self._owner = owner
+        self._lock = lock
 
     @classmethod
-    def create(cls, run_id: str, serial: int, num_bytes: int) -> Self:
+    def create(cls, run_id: str, num_bytes: int) -> Self:
         """A new segment with all its pages reserved; ResourceError when there is no room for them."""
-        name = f"{_PREFIX}-{run_id}-{os.getpid()}-{serial}"
         size = max(num_bytes, mmap.PAGESIZE)
         _check_room(size)
-        path = SHM_DIR / name
-        fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+        name = f"{_PREFIX}-{run_id}-{os.getpid()}-{secrets.token_hex(4)}"
+        fd = os.open(SHM_DIR / name, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
         try:
+            fcntl.flock(fd, fcntl.LOCK_EX)  # held while we live: how others tell our segment from a dead trainer's
+            if os.fstat(fd).st_nlink == 0:  # another process took it for stale in the instant before the lock
+                os.close(fd)
+                return cls.create(run_id, num_bytes)
             os.posix_fallocate(fd, 0, size)  # reserve now: a full file system would otherwise be a SIGBUS on the first write
-            memory = mmap.mmap(fd, size)
+            return cls(name, mmap.mmap(fd, size), lock=fd)
         except OSError as error:
-            path.unlink(missing_ok=True)
+            (SHM_DIR / name).unlink(missing_ok=True)
+            os.close(fd)
             if error.errno in (errno.ENOSPC, errno.ENOMEM):
                 raise _no_room(size, _free_bytes()) from error
             raise
-        finally:
-            os.close(fd)
-        return cls(name, memory, owner=True)
 
     @classmethod
     def attach(cls, name: str) -> Self:
@@ -82,7 +87,7 @@ class Segment:
             raise ValueError(f"'{name}' is no weight segment; names start with {_PREFIX}-")
         fd = os.open(SHM_DIR / name, os.O_RDWR)
         try:
-            return cls(name, mmap.mmap(fd, os.fstat(fd).st_size), owner=False)
+            return cls(name, mmap.mmap(fd, os.fstat(fd).st_size), lock=None)
         finally:
             os.close(fd)
 
@@ -92,28 +97,35 @@ class Segment:
         return len(self.memory)
 
     def unlink(self) -> None:
-        """Remove the name; who has mapped the memory keeps it. A second call does nothing."""
-        if self._owner:
+        """Remove the name, if it is ours; who has mapped the memory keeps it. A second call does nothing."""
+        if self._lock is not None:
             (SHM_DIR / self.name).unlink(missing_ok=True)
-            self._owner = False
+            os.close(self._lock)
+            self._lock = None
 
     def close(self) -> None:
         """Unlink and unmap."""
         self.unlink()
-        try:
+        with contextlib.suppress(BufferError):  # a tensor still looks at it: the mapping goes with the last view
             self.memory.close()
-        except BufferError:  # a tensor still looks at it: the mapping goes with the last view
-            return
 
 
-def remove_stale_segments(run_id: str) -> list[str]:
-    """Remove segments of this run whose maker is dead, and return their names."""
+def remove_stale_segments() -> list[str]:
+    """Remove segments whose maker is dead, of whatever run, and return their names."""
     removed = []
-    for path in SHM_DIR.glob(f"{_PREFIX}-{run_id}-*"):
-        pid = path.name.removeprefix(f"{_PREFIX}-{run_id}-").split("-")[0]
-        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+    for path in SHM_DIR.glob(f"{_PREFIX}-*"):
+        try:
+            fd = os.open(path, os.O_RDWR)
+        except OSError:
+            continue  # gone meanwhile, or another user's
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             path.unlink(missing_ok=True)
             removed.append(path.name)
+        except BlockingIOError:
+            continue
+        finally:
+            os.close(fd)
     return removed
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import xxhash
 
-__all__ = ["digest_bytes", "digest_tensor"]
+__all__ = ["as_bytes", "digest_bytes", "digest_tensor"]
 
 
 def digest_bytes(raw: torch.Tensor) -> str:

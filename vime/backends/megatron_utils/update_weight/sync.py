@@ -1,0 +1,223 @@
+"""`WeightUpdater`: the trainer's weights to the engines, as one transaction with a version and a proof.
+
+    pause (keep) ─▶ reset prefix cache ─▶ start ─▶ buckets ─▶ compare digests ─▶ finish(version) ─▶ resume ─▶ proof
+
+An engine samples under version v until the pause and under v + 1 after the resume. When anything fails in between, no engine
+is resumed: a half-loaded engine generates nothing. Runs on the trainer's rank 0; the other ranks only iterate the buckets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from vime.backends.megatron_utils.update_weight.compare import Sent, describe, differences
+from vime.backends.weight_transfer.control import EngineControl, EngineEndpoint
+from vime.backends.weight_transfer.digest import as_bytes, digest_bytes
+from vime.backends.weight_transfer.segment import Segment, TensorSpec, layout, remove_stale_segments
+from vime.config.sections import WeightUpdateConfig
+from vime.errors import DeadlineError, PeerError, WeightSyncError
+from vime.types import WeightSyncReport
+
+__all__ = ["WeightUpdater"]
+
+Bucket = list[tuple[str, torch.Tensor]]
+
+_TOLERANCE = {torch.float32: 1e-4}  # largest |log-prob of trainer - engine| on the probe, by the weights' dtype
+_LOW_PRECISION_TOLERANCE = 0.1
+_ABANDON_SECONDS = 5.0  # per call to an engine whose update has failed
+
+
+class WeightUpdater:
+    """Sends weights to a fixed set of engines on this host."""
+
+    def __init__(self, engines: Sequence[EngineEndpoint], config: WeightUpdateConfig, *, run_id: str) -> None:
+        """`run_id` is part of the shared-memory segments' names. Segments that dead trainers left are removed here."""
+        if not engines:
+            raise ValueError("WeightUpdater needs at least one engine")
+        self._engines = [EngineControl.of(endpoint) for endpoint in engines]
+        self._config, self._run_id = config, run_id
+        self._deadline = math.inf
+        self._sent: dict[str, Sent] = {}
+        self._bytes = 0
+        self._phases: dict[str, float] = {}
+        remove_stale_segments()
+
+    def update(
+        self,
+        version: int,
+        buckets: Iterator[Bucket],
+        probe_tokens: list[int],
+        trainer_log_probs: Callable[[list[int]], list[float]],
+    ) -> WeightSyncReport:
+        """Make every engine hold these weights as `version`, and prove it.
+
+        `buckets` yields (Hugging Face name, full tensor) pairs; `trainer_log_probs(tokens)` gives the trainer's natural
+        log-probabilities of tokens[1:] under the same weights.
+
+        Raises WeightSyncError naming the tensors or the layer, ResourceError without room in shared memory, DeadlineError
+        and EngineError naming the engine. After any of them the engines are paused and of no further use.
+        """
+        if len(probe_tokens) < 2:
+            raise ValueError("the probe needs at least two tokens")
+        expected = trainer_log_probs(probe_tokens)
+        self._sent, self._bytes, self._phases = {}, 0, {}
+        begun = time.monotonic()
+        self._deadline = begun + self._config.update_weight_deadline
+        with ThreadPoolExecutor(max_workers=len(self._engines)) as pool:
+            try:
+                worst = self._transaction(pool, version, buckets, probe_tokens, expected)
+            except BaseException as error:
+                self._abandon(pool)
+                raise self._explained(error, version) from error
+        return WeightSyncReport(
+            version=version,
+            num_bytes=self._bytes * len(self._engines),
+            seconds=time.monotonic() - begun,
+            num_tensors=len(self._sent),
+            phases=dict(self._phases),
+            proof_max_abs_diff=worst,
+        )
+
+    def _transaction(
+        self, pool: ThreadPoolExecutor, version: int, buckets: Iterator[Bucket], probe: list[int], expected: list[float]
+    ) -> float:
+        with self._phase("pause"):
+            self._all(pool, lambda engine: engine.pause("keep", self._left()))
+            self._all(pool, lambda engine: engine.reset_prefix_cache(self._left()))
+        with self._phase("start"):
+            self._all(pool, lambda engine: engine.start_weight_update(self._left()))
+        with self._phase("transfer"):
+            self._transfer(pool, buckets)
+        with self._phase("finish"):
+            self._compare(pool)
+            self._all(pool, lambda engine: engine.finish_weight_update(str(version), self._left()))
+        with self._phase("resume"):
+            self._all(pool, lambda engine: engine.resume(self._left()))
+        with self._phase("proof"):
+            return self._prove(pool, version, probe, expected)
+
+    def _transfer(self, pool: ThreadPoolExecutor, buckets: Iterator[Bucket]) -> None:
+        with contextlib.ExitStack() as stack:
+            segment: Segment | None = None
+            for bucket in buckets:
+                if not bucket:
+                    continue
+                raw = [(name, tensor, as_bytes(tensor)) for name, tensor in bucket]
+                for name, tensor, data in raw:
+                    if name in self._sent:
+                        raise WeightSyncError(f"The trainer sent the tensor '{name}' twice in one update.")
+                    self._sent[name] = (_dtype_name(tensor), list(tensor.shape), digest_bytes(data))
+                    self._bytes += data.numel()
+                specs, size = layout([(name, _dtype_name(tensor), tuple(tensor.shape), data.numel()) for name, tensor, data in raw])
+                if segment is None or segment.num_bytes < size:
+                    segment = Segment.create(self._run_id, size)
+                    stack.callback(segment.close)
+                specs = self._fill(segment, specs, [data for _, _, data in raw])
+                info = {"segment": segment.name, "num_bytes": size, "tensors": [spec.to_wire() for spec in specs]}
+                self._all(pool, lambda engine, info=info: engine.update_weights(info, self._left()))  # type: ignore[misc]
+                segment.unlink()  # every engine has mapped it: from here on nothing of it can be left behind
+
+    def _fill(self, segment: Segment, specs: list[TensorSpec], data: list[torch.Tensor]) -> list[TensorSpec]:
+        """Copy the tensors' bytes into the segment; returns where the engines find them."""
+        shared = torch.frombuffer(segment.memory, dtype=torch.uint8)
+        for spec, source in zip(specs, data, strict=True):
+            shared[spec.offset : spec.offset + spec.num_bytes].copy_(source)
+        return specs
+
+    def _compare(self, pool: ThreadPoolExecutor) -> None:
+        """Every worker of every engine received exactly what was sent, and every parameter of its model was loaded."""
+        if not self._sent:
+            raise WeightSyncError("The trainer sent no weights at all.")
+        problems = []
+        answers = self._all(pool, lambda engine: engine.received_weights(self._left()))
+        for engine, workers in zip(self._engines, answers, strict=True):
+            for worker in workers:
+                problems += [f"{engine.name}: {text}" for text in describe(differences(self._sent, worker["tensors"]))]
+                if worker["unloaded"]:
+                    names = ", ".join(worker["unloaded"][:10])
+                    problems.append(f"{engine.name}: no tensor was loaded into {len(worker['unloaded'])} parameters of its model: {names}")
+        if problems:
+            raise WeightSyncError("The engines did not receive the weights that were sent. " + "; ".join(dict.fromkeys(problems)))
+
+    def _prove(self, pool: ThreadPoolExecutor, version: int, probe: list[int], expected: list[float]) -> float:
+        """Compare log-probabilities of the probe, engine by engine; returns the largest difference."""
+        worst = 0.0
+        answers = self._all(pool, lambda engine: engine.prompt_log_probs(probe, self._left()))
+        for engine, (values, seen) in zip(self._engines, answers, strict=True):
+            if seen != str(version):
+                raise WeightSyncError(f"{engine.name} says that it samples under weight version '{seen}' after an update to '{version}'.")
+            if len(expected) != len(values):
+                raise WeightSyncError(
+                    f"The trainer gave {len(expected)} log-probs for a probe of {len(probe)} tokens: {len(probe) - 1} are due."
+                )
+            gaps = [abs(mine - theirs) for mine, theirs in zip(expected, values, strict=True)]
+            at = max(range(len(gaps)), key=lambda i: math.inf if math.isnan(gaps[i]) else gaps[i])
+            if not gaps[at] <= self._tolerance():
+                raise WeightSyncError(
+                    f"Every tensor arrived at {engine.name} unchanged, but it computes with other weights: the log-prob of probe token "
+                    f"{at + 1} is {values[at]:.6f} there and {expected[at]:.6f} in the trainer (difference {gaps[at]:.2g}, tolerance "
+                    f"{self._tolerance():g}). Some layer is stale, for instance an output layer tied to the embedding, or the two sides "
+                    "compute the model differently."
+                )
+            worst = max(worst, gaps[at])
+        return worst
+
+    def _tolerance(self) -> float:
+        if self._config.weight_proof_tolerance is not None:
+            return self._config.weight_proof_tolerance
+        dtypes = {getattr(torch, dtype) for dtype, _, _ in self._sent.values()}
+        return max(_TOLERANCE.get(dtype, _LOW_PRECISION_TOLERANCE) for dtype in dtypes)
+
+    def _abandon(self, pool: ThreadPoolExecutor) -> None:
+        """After a failure: close the update, let waiting requests return, and leave the engines paused."""
+
+        def end(engine: EngineControl) -> None:
+            with contextlib.suppress(PeerError):
+                engine.pause("abort", _ABANDON_SECONDS)
+            with contextlib.suppress(PeerError):
+                engine.finish_weight_update(None, _ABANDON_SECONDS)
+
+        list(pool.map(end, self._engines))
+
+    def _explained(self, error: BaseException, version: int) -> BaseException:
+        """The same error, told what the engines' state is."""
+        names = ", ".join(engine.name for engine in self._engines)
+        progress = f"{len(self._sent)} tensors, {self._bytes / 1e6:.1f} MB handed over"
+        if isinstance(error, DeadlineError):
+            cure = (
+                f"{error.cure} Weight update {version} is off and {names} stay paused; raise --update-weight-deadline if it is only slow."
+            )
+            return DeadlineError(
+                peer=error.peer, phase=f"weight update, {error.phase}", seconds=error.seconds, progress=progress, cure=cure
+            )
+        if isinstance(error, WeightSyncError | PeerError):
+            kind = WeightSyncError if isinstance(error, WeightSyncError) else type(error)
+            return kind(
+                f"Weight update {version} failed ({progress}): {error} {names} stay paused and hold no usable weights: end the run, or restart them."
+            )
+        return error
+
+    def _all(self, pool: ThreadPoolExecutor, call: Callable[[EngineControl], Any]) -> list[Any]:
+        """`call` on every engine at once; returns when all have answered, and raises the first failure."""
+        return [future.result() for future in [pool.submit(call, engine) for engine in self._engines]]
+
+    def _left(self) -> float:
+        """Seconds until the whole update's deadline."""
+        return max(0.001, self._deadline - time.monotonic())
+
+    @contextlib.contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        begun = time.monotonic()
+        yield
+        self._phases[name] = time.monotonic() - begun
+
+
+def _dtype_name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

@@ -1,0 +1,126 @@
+"""`RouterServer`: vllm-router in front of the engines, as our child process."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from urllib.parse import quote
+
+from vime.backends.vllm_utils.process import LOOPBACK, PortClaim, ServerProcess
+from vime.errors import DeadlineError, EngineError
+
+__all__ = ["RouterServer", "router_command"]
+
+
+def router_command(engine_urls: Sequence[str], *, port: int, metrics_port: int, router_tokens: Sequence[str]) -> list[str]:
+    """The command line of the router: our settings, then the user's --router- tokens (the last one wins)."""
+    flags = {
+        "--host": LOOPBACK,
+        "--port": str(port),
+        "--prometheus-host": LOOPBACK,
+        "--prometheus-port": str(metrics_port),
+        "--policy": "round_robin",
+        "--log-level": "warning",
+        "--worker-startup-check-interval": "1",
+        "--request-timeout-secs": "86400",  # who asks has a deadline; an engine that is paused for a weight sync is not at fault
+        "--retry-max-retries": "2",
+        "--health-check-interval-secs": "10",
+        "--health-check-timeout-secs": "30",  # a trainer on the same cores makes an engine slow, not ill
+        "--health-failure-threshold": "3",
+        "--health-success-threshold": "1",
+        "--cb-failure-threshold": "10",
+        "--cb-timeout-duration-secs": "10",
+    }
+    words = [word for pair in flags.items() for word in pair]
+    return [sys.executable, "-m", "vllm_router.launch_router", *words, *router_tokens, "--worker-urls", *engine_urls]
+
+
+class RouterServer:
+    """The router. It begins to start when constructed, and listens on loopback alone."""
+
+    def __init__(self, engine_urls: Sequence[str], *, log_path: Path, router_tokens: Sequence[str] = (), port: int | None = None) -> None:
+        """`port`: a fixed port (default: any free one); ResourceError when it is taken."""
+        self.host = LOOPBACK
+        self._urls = list(engine_urls)
+        self._claim = PortClaim(port, what="the router")
+        self._metrics_claim = PortClaim(None, what="the router's metrics")
+        self.port = self._claim.port
+        command = router_command(self._urls, port=self.port, metrics_port=self._metrics_claim.port, router_tokens=router_tokens)
+        self._process = ServerProcess("the router", command, env=dict(os.environ), log_path=Path(log_path), grace=2.0)
+
+    @property
+    def url(self) -> str:
+        """http://HOST:PORT."""
+        return f"http://{self.host}:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        """Root of the router's process tree."""
+        return self._process.pid
+
+    def wait_ready(self, seconds: float) -> None:
+        """Wait until the router serves and knows all engines. EngineError when it dies, DeadlineError after `seconds`."""
+        self._process.wait_ready(self._knows_all, seconds, cure="Check the --router- flags and that the engines are healthy.")
+        self._claim.close()
+        self._metrics_claim.close()
+
+    def workers(self) -> list[str]:
+        """URLs of the engines that the router knows."""
+        status, text = self._request("GET", "/list_workers", 5.0)
+        if status != 200:
+            raise EngineError(f"the router answered {status} to /list_workers: {text[:300]}")
+        return [str(url) for url in json.loads(text)["urls"]]
+
+    def add_worker(self, url: str, seconds: float = 60.0) -> None:
+        """Route to one more engine; returns once the router has it."""
+        self._change("add_worker", url, seconds)
+
+    def remove_worker(self, url: str, seconds: float = 60.0) -> None:
+        """Route no more to an engine."""
+        self._change("remove_worker", url, seconds)
+
+    def poll(self) -> int | None:
+        """None while the router runs, else its exit status."""
+        return self._process.poll()
+
+    def log_tail(self, lines: int = 25) -> str:
+        """The last lines of the router's log."""
+        return self._process.log_tail(lines)
+
+    def stop(self) -> None:
+        """End the router; a second call does nothing."""
+        self._claim.close()
+        self._metrics_claim.close()
+        self._process.stop()
+
+    def _knows_all(self) -> bool:
+        try:
+            return set(self._urls) <= set(self.workers())
+        except (OSError, http.client.HTTPException, EngineError, ValueError):
+            return False
+
+    def _change(self, action: str, url: str, seconds: float) -> None:
+        begun = time.monotonic()
+        try:
+            status, text = self._request("POST", f"/{action}?url={quote(url, safe='')}", seconds)
+        except TimeoutError as error:
+            raise DeadlineError(peer="the router", phase=f"{action} {url}", seconds=seconds) from error
+        except (OSError, http.client.HTTPException) as error:
+            raise EngineError(f"the router cannot be reached for {action} {url}: {error!r}") from error
+        if status != 200:
+            took = time.monotonic() - begun
+            raise EngineError(f"the router answered {status} to {action} {url} after {took:.1f} s: {text[:300]}")
+
+    def _request(self, method: str, target: str, seconds: float) -> tuple[int, str]:
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=seconds)
+        try:
+            connection.request(method, target)
+            response = connection.getresponse()
+            return response.status, response.read().decode("utf-8", "replace")
+        finally:
+            connection.close()

@@ -1,0 +1,153 @@
+"""`EngineServer`: one vLLM API server as our child process, from its command line to its certain end."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from vime.backends.vllm_utils.control_guard import SECRET_ENV
+from vime.backends.vllm_utils.plugin import SHM_TRANSPORT
+from vime.backends.vllm_utils.process import LOOPBACK, PortClaim, ServerProcess, new_secret
+from vime.backends.weight_transfer.control import EngineControl, EngineEndpoint
+from vime.backends.weight_transfer.segment import remove_stale_segments
+from vime.config import RunConfig
+from vime.errors import ConfigError, EngineError
+
+__all__ = ["EngineServer", "engine_command", "engine_environment"]
+
+_MODULE = "vllm.entrypoints.openai.api_server"
+_PLUGIN = "vime_weight_transfer"  # our entry point's name in the group vllm.general_plugins
+_COMPILE_FLAGS = ("--no-enforce-eager", "--compilation-config", "-cc", "-O")
+_WARM_UP = [1, 2, 3]  # token ids of the request that every engine answers before it is called healthy
+
+
+def runs_on_cpu(config: RunConfig) -> bool:
+    """Whether the engines compute on the CPU."""
+    device = config.cluster.device
+    return device == "cpu" or (device == "auto" and not Path("/dev/nvidiactl").exists())
+
+
+def engine_command(config: RunConfig, *, port: int) -> list[str]:
+    """The command line of an engine: what the framework decides, then the user's --vllm- tokens (the last one wins)."""
+    if config.model.hf_checkpoint is None:
+        raise ConfigError("An engine needs a model: give --hf-checkpoint FOLDER.")
+    cpu = runs_on_cpu(config)
+    flags = {
+        "--model": config.model.hf_checkpoint,
+        "--host": LOOPBACK,
+        "--port": str(port),
+        "--served-model-name": "vime",
+        "--tensor-parallel-size": str(config.cluster.rollout_num_gpus_per_engine),
+        "--seed": str(config.data.rollout_seed),
+        "--weight-transfer-config": json.dumps({"backend": SHM_TRANSPORT}),
+        "--worker-extension-cls": "vime.backends.vllm_utils.worker_extension.WorkerExtension",
+        "--middleware": "vime.backends.vllm_utils.control_guard.ControlGuard",
+        "--logprobs-mode": "processed_logprobs",  # of the distribution that is sampled from, temperature included
+        "--generation-config": "vllm",  # the model folder's sampling defaults would change what is sampled
+        "--uvicorn-log-level": "warning",
+    }
+    if config.rollout.rollout_max_context_len is not None:
+        flags["--max-model-len"] = str(config.rollout.rollout_max_context_len)
+    switches = ["--enable-scale-out"]
+    if cpu:
+        flags["--dtype"] = "float32"
+        switches.append("--enforce-eager")  # compiling costs more start-up time than a CPU run wins back
+    if config.engine.vllm_enable_deterministic_inference:
+        switches.append("--no-enable-prefix-caching")  # what is cached differs between a resumed and an uninterrupted run
+        if cpu:
+            flags["--max-num-seqs"] = "1"
+    words = [word for pair in flags.items() for word in pair]
+    return [sys.executable, "-m", _MODULE, *words, *switches, *config.vllm_tokens]
+
+
+def engine_environment(config: RunConfig, *, secret: str) -> dict[str, str]:
+    """The engine's environment: ours, with what the device needs. Values that the user has set for CPU engines stay."""
+    env = dict(os.environ)
+    plugins = env.get("VLLM_PLUGINS")
+    if plugins is not None and _PLUGIN not in plugins.split(","):
+        env["VLLM_PLUGINS"] = f"{plugins},{_PLUGIN}"
+    env |= {
+        SECRET_ENV: secret,
+        "VLLM_SERVER_DEV_MODE": "1",  # serves the control endpoints; the guard keeps them ours
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
+    env.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}"))
+    if runs_on_cpu(config):
+        env |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # more threads only spin against EngineCore and the trainer
+        env.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        env.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+        if not any(token.startswith(_COMPILE_FLAGS) for token in config.vllm_tokens):
+            env["TORCH_COMPILE_DISABLE"] = "1"  # one sampling helper would be compiled at the first request: 15 s
+    elif config.engine.vllm_enable_deterministic_inference:
+        env["VLLM_BATCH_INVARIANT"] = "1"
+    return env
+
+
+class EngineServer:
+    """Engine `index` of a run. It begins to start when constructed; `wait_healthy` returns once it has answered a request."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        index: int,
+        log_path: Path,
+        run_id: str,
+        port: int | None = None,
+        extra_env: Mapping[str, str] | None = None,
+    ) -> None:
+        """`port`: a fixed loopback port (default: any free one). `extra_env` goes on top of the engine's environment."""
+        self.name = f"engine {index} of run {run_id}"
+        remove_stale_segments()
+        self._claim = PortClaim(port, what=self.name)
+        secret = new_secret()
+        self.endpoint = EngineEndpoint(name=f"engine {index}", url=f"http://{LOOPBACK}:{self._claim.port}", secret=secret)
+        env = engine_environment(config, secret=secret) | dict(extra_env or {})
+        command = engine_command(config, port=self._claim.port)
+        self._process = ServerProcess(self.name, command, env=env, log_path=Path(log_path))
+
+    @property
+    def pid(self) -> int:
+        """Root of the engine's process tree."""
+        return self._process.pid
+
+    @property
+    def control(self) -> EngineControl:
+        """A client of the engine's control endpoints."""
+        return EngineControl.of(self.endpoint)
+
+    def wait_healthy(self, seconds: float) -> EngineEndpoint:
+        """Wait until the engine serves, check what it can do, and let it answer one request (which compiles and allocates).
+
+        EngineError with the log's last lines as soon as the engine dies; DeadlineError after `seconds`.
+        """
+        cure = "Check the model folder, the --vllm- flags and the free memory."
+        control = self.control
+        self._process.wait_ready(control.healthy, seconds, cure=cure)
+        self._claim.close()
+        try:
+            control.probe()
+            control.init_weight_update({})
+            control.prompt_log_probs(_WARM_UP, seconds=max(seconds, 60.0))
+        except EngineError as error:
+            raise EngineError(f"{error}\nLast lines of its log:\n{self.log_tail()}") from error
+        return self.endpoint
+
+    def poll(self) -> int | None:
+        """None while the engine runs, else its exit status."""
+        return self._process.poll()
+
+    def log_tail(self, lines: int = 25) -> str:
+        """The last lines of the engine's log."""
+        return self._process.log_tail(lines)
+
+    def stop(self) -> None:
+        """End the engine and all its processes; returns when they are gone. A second call does nothing."""
+        self._claim.close()
+        self._process.stop()
