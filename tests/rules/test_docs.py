@@ -33,7 +33,7 @@ def train_commands() -> list[tuple[str, list[str]]]:
     return [(place, words[2:]) for place, words in found if words[:2] in TRAIN and len(words) > 2]
 
 
-@pytest.mark.parametrize(("place", "flags"), train_commands(), ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(("place", "flags"), train_commands(), ids=[place for place, _ in train_commands()])
 def test_training_commands_parse(place: str, flags: list[str]) -> None:
     if flags not in (["--help"], ["--print-config"]):
         assert parse_args(flags).data.rollout_batch_size, place
