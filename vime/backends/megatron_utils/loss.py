@@ -102,7 +102,7 @@ def _policy_loss(
     log_probs: torch.Tensor, entropy: torch.Tensor | None, packed: PackedBatch, algorithm: AlgorithmConfig
 ) -> tuple[torch.Tensor, Metrics]:
     """Clipped surrogate, entropy bonus, KL to the reference."""
-    advantages = _required(packed, "advantages", "compute_advantages")
+    advantages = _required(packed, "advantages", "--loss-type policy_loss")
     current = log_probs.detach()
     if algorithm.use_rollout_logprobs:
         old = _required(packed, "rollout_log_probs", "--use-rollout-logprobs")
