@@ -132,8 +132,9 @@ class RolloutDataSource:
         """Take over a state; `path` is named in errors."""
         if state["digest"] != self._digest():
             raise DataError(
-                f"{path} was saved with {state['num_prompts']} prompts; --prompt-data {self.args.prompt_data} gives {len(self)}, or others, "
-                "so the run cannot go on exactly. Give the same prompts and template, or start in another --save folder."
+                f"{path} was saved with {state['num_prompts']} prompts; --prompt-data {self.args.prompt_data} "
+                f"gives {len(self)}, or others, so the run cannot go on exactly. "
+                "Give the same prompts and template, or start in another --save folder."
             )
         for name in ("epoch_id", "sample_offset", "sample_group_index", "sample_index", "metadata"):
             setattr(self, name, state[name])

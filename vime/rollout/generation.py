@@ -220,7 +220,8 @@ def _check_lengths(part: Sample, where: str) -> None:
     if not 0 < part.response_length <= len(part.tokens):
         raise HookError(
             f"{where}: response_length is {part.response_length} with {len(part.tokens)} tokens. "
-            "It must be at least 1 and at most their number; set status FAILED (or raise vime.errors.GenerationError) for a sample that cannot be had."
+            "It must be at least 1 and at most their number; set status FAILED (or raise vime.errors.GenerationError) "
+            "for a sample that cannot be had."
         )
     for name in ("loss_mask", "rollout_log_probs", "weight_versions"):
         value = getattr(part, name)
