@@ -21,7 +21,7 @@ __all__ = ["EngineServer", "engine_command", "engine_environment"]
 
 _MODULE = "vllm.entrypoints.openai.api_server"
 _PLUGIN = "vime_weight_transfer"  # our entry point's name in the group vllm.general_plugins
-_COMPILE_FLAGS = ("--no-enforce-eager", "--compilation-config", "-cc", "-O")
+_COMPILE_FLAGS = ("--no-enforce-eager", "--compilation-config", "--optimization-level")
 _WARM_UP = [1, 2, 3]  # token ids of the request that every engine answers before it is called healthy
 
 
