@@ -80,9 +80,10 @@ class _Shard:
     def peak(self, logits: torch.Tensor) -> torch.Tensor:
         """The largest scaled logit of each row, in the dtype of `scaled`."""
         dtype = torch.promote_types(logits.dtype, torch.float32)
-        if not self.valid:
-            return torch.full(logits.shape[:1], NO_LOGIT, dtype=dtype, device=logits.device)
-        highest = logits[:, : self.valid].amax(-1).to(dtype).div_(self.temperature)
+        if self.valid:
+            highest = logits[:, : self.valid].amax(-1).to(dtype).div_(self.temperature)
+        else:
+            highest = torch.full(logits.shape[:1], NO_LOGIT, dtype=dtype, device=logits.device)
         return highest if self.rows is None else highest[self.rows]
 
     def chunks(self, count: int) -> list[slice]:
