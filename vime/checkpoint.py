@@ -12,6 +12,7 @@ Resuming reads the latest name, checks every file's size against commit.json, an
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -107,8 +108,9 @@ def write_commit(
         os.replace(folder / (LATEST + ".tmp"), folder / LATEST)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
+        cure = "Free space" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else "Mend that"
         raise ResourceError(
-            f"commit {final} could not be written: {error.strerror or error}. Earlier commits are intact: free space and run the same command again."
+            f"commit {final} could not be written: {error}. Earlier commits are intact. {cure} and run the same command again."
         ) from error
     commits = sorted(p for p in folder.glob("iter_*") if (p / "commit.json").exists())
     position = commits.index(final)

@@ -29,6 +29,7 @@ __all__ = ["Generated", "RolloutClient", "RolloutManager"]
 
 CHILD_POLL_SECONDS = 0.25
 ROUTER_DEADLINE = 60.0
+DATA_SOURCE_FILE = "data_source.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +56,7 @@ class RolloutManager(WatchedActor):
         config = self._config
         self._source = load_hook(config.data.data_source_path, "data_source_path")(self._args)
         if load is not None:
-            self._source.load(load)
+            self._source.load(str(Path(load) / DATA_SOURCE_FILE))
         self._rollout = load_hook(config.rollout.rollout_function_path, "rollout_function_path")
         path = config.eval.eval_function_path
         self._eval = load_hook(path, "eval_function_path") if path else self._rollout
@@ -118,7 +119,7 @@ class RolloutManager(WatchedActor):
 
     def save(self, path: str) -> None:
         """Write the data source's part of a commit."""
-        self._source.save(path)
+        self._source.save(str(Path(path) / DATA_SOURCE_FILE))
 
     def stop(self) -> None:
         """End the router."""
