@@ -22,7 +22,8 @@ __all__ = ["Record", "Rollout", "Trainer", "run_loop"]
 class Rollout(Protocol):
     """What the loop needs of the rollout side."""
 
-    has_engines: bool
+    @property
+    def has_engines(self) -> bool: ...
 
     def generate(self, rollout_id: int) -> Any: ...
     def evaluate(self, rollout_id: int) -> tuple[dict[str, float], list[dict[str, Any]]]: ...

@@ -42,7 +42,9 @@ def flag_specs(section: type) -> list[FlagSpec]:
         meta = dict(f.metadata)
         if "doc" not in meta:
             continue  # derived, not a flag
-        default = f.default if f.default is not MISSING else f.default_factory()  # type: ignore[misc]
+        default = f.default
+        if default is MISSING and f.default_factory is not MISSING:
+            default = f.default_factory()
         kind = meta.pop("type", None) or (type(default) if default is not None else str)
         flag = meta.pop("flag", None) or "--" + f.name.replace("_", "-")
         specs.append(FlagSpec(name=f.name, default=default, type=kind, flag=flag, **meta))
