@@ -63,7 +63,12 @@ def _start_owners(tokens: OwnedTokens) -> dict[str, subprocess.Popen[str]]:
     env = dict(os.environ, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
     return {
         owner: subprocess.Popen(
-            [sys.executable, "-m", *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True, env=env
+            [sys.executable, "-W", "ignore", "-m", *command],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            env=env,
         )
         for owner, command in commands.items()
     }
