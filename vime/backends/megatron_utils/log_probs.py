@@ -113,7 +113,7 @@ class _TokenLogProbs(torch.autograd.Function):
         if shard.valid:
             for where in shard.chunks(count):
                 x = shard.scaled(logits, where).sub_(peak[where, None])
-                sums[2, where] = x.gather(-1, column[where, None]).squeeze(-1) * inside[where]
+                sums[2, where] = x.gather(-1, column[where, None]).squeeze(-1).where(inside[where], 0.0)
                 e = x.exp()
                 sums[0, where] = e.sum(-1)
                 if shard.with_entropy:
