@@ -1,0 +1,128 @@
+"""The request policy: retries on connection errors and 5xx only, deadlines, errors that repeat the server's words."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from tests.unit.rollout.support import run, serving
+from vime.errors import DeadlineError, EngineError
+from vime.utils.http_utils import HttpScope, RetryPolicy, get, post, use_scope
+
+QUICK = RetryPolicy(timeout=5.0, retries=3, backoff=0.001)
+
+
+async def post_with(answer: Any, policy: RetryPolicy = QUICK, **kwargs: Any) -> tuple[Any, int]:
+    """What `post` gives or raises, and how many requests the server saw."""
+    async with serving(answer) as server:
+        scope = HttpScope(base_url=server.url, limit=asyncio.Semaphore(4), policy=policy)
+        with use_scope(scope):
+            try:
+                result = await post(server.url + "/x", {"a": 1}, **kwargs)
+            except (EngineError, DeadlineError) as error:
+                result = error
+            finally:
+                await scope.close()
+        return result, len(server.requests)
+
+
+def test_a_json_reply_is_decoded_and_other_text_is_returned_as_it_is() -> None:
+    assert run(post_with(lambda body, n: {"echo": body}))[0] == {"echo": {"a": 1}}
+    assert run(post_with(lambda body, n: web.Response(text="plain")))[0] == "plain"
+
+
+def test_a_5xx_is_tried_again_until_it_succeeds() -> None:
+    result, count = run(post_with(lambda body, n: web.Response(status=503, text="no worker") if n < 2 else {"ok": True}))
+    assert result == {"ok": True}
+    assert count == 3
+
+
+def test_a_5xx_that_stays_is_an_error_with_the_servers_words_after_the_bounded_tries() -> None:
+    result, count = run(post_with(lambda body, n: web.Response(status=500, text="engine core died")))
+    assert isinstance(result, EngineError)
+    assert "engine core died" in str(result)
+    assert count == QUICK.retries + 1
+
+
+@pytest.mark.parametrize("status", [400, 404, 422])
+def test_a_4xx_is_an_error_at_once_with_the_body(status: int) -> None:
+    result, count = run(post_with(lambda body, n: web.Response(status=status, text="max_tokens is too large")))
+    assert isinstance(result, EngineError)
+    assert f"HTTP {status}" in str(result)
+    assert "max_tokens is too large" in str(result)
+    assert count == 1
+
+
+def test_a_reply_that_breaks_off_is_tried_again() -> None:
+    def answer(body: Any, n: int) -> Any:
+        return {"ok": True} if n else torn()
+
+    async def torn() -> web.StreamResponse:
+        response = TornResponse(headers={"Content-Length": "1000"})
+        return response
+
+    class TornResponse(web.StreamResponse):
+        async def write_eof(self, data: bytes = b"") -> None:
+            await self.write(b'{"half": ')
+            assert self._req is not None
+            assert self._req.transport is not None
+            self._req.transport.close()
+
+    result, count = run(post_with(answer))
+    assert result == {"ok": True}
+    assert count == 2
+
+
+def test_a_server_that_is_not_there_is_an_error_after_the_tries() -> None:
+    async def attempt() -> None:
+        async with serving(lambda body, n: {}) as server:
+            url = server.url
+        await post(url, {}, max_retries=1)
+
+    with pytest.raises(EngineError, match="failed 2 times"):
+        run(attempt())
+
+
+def test_a_slow_reply_ends_in_a_deadline_error_that_names_the_server_and_is_not_tried_again() -> None:
+    async def slow() -> dict[str, Any]:
+        await asyncio.Event().wait()
+        return {}
+
+    result, count = run(post_with(lambda body, n: slow(), timeout=0.05))
+    assert isinstance(result, DeadlineError)
+    assert "127.0.0.1" in str(result)
+    assert "0.05 s" in str(result)
+    assert count == 1
+
+
+def test_requests_to_the_router_hold_a_slot_and_others_do_not() -> None:
+    async def counted(limit: int, requests: int, same_server: bool) -> int:
+        gate = asyncio.Event()
+
+        async def answer() -> dict[str, Any]:
+            if server.in_flight >= (limit if same_server else requests):
+                gate.set()
+            await gate.wait()
+            return {}
+
+        async with serving(lambda body, n: answer()) as server:
+            base = server.url if same_server else "http://127.0.0.1:1"
+            scope = HttpScope(base_url=base, limit=asyncio.Semaphore(limit), policy=QUICK)
+            with use_scope(scope):
+                await asyncio.gather(*(post(server.url, {}) for _ in range(requests)))
+            await scope.close()
+            return server.most_in_flight
+
+    assert run(counted(2, 6, same_server=True)) == 2
+    assert run(counted(2, 6, same_server=False)) == 6
+
+
+def test_get_reads_json() -> None:
+    async def attempt() -> Any:
+        async with serving(lambda body, n: {"workers": []}) as server:
+            return await get(server.url + "/workers")
+
+    assert run(attempt()) == {"workers": []}
