@@ -19,6 +19,8 @@ __all__ = ["LOOPBACK", "PortClaim", "ServerProcess", "new_secret"]
 
 LOOPBACK = "127.0.0.1"
 _SUPERVISOR = Path(__file__).with_name("supervisor.py")
+_SOCKET_PATH_LIMIT = 108  # bytes, sockaddr_un.sun_path
+_SCRATCH_TAIL = len("/vime-12345678/") + 36  # our folder, and a uuid as vLLM names its sockets
 _PROBE_INTERVAL = 0.1  # seconds between looks at a server that is starting
 _STOP_MARGIN = 20.0  # seconds beyond the grace period until the supervisor must have ended
 
@@ -26,6 +28,15 @@ _STOP_MARGIN = 20.0  # seconds beyond the grace period until the supervisor must
 def new_secret() -> str:
     """A fresh secret for an engine's control paths."""
     return secrets.token_hex(16)
+
+
+def _scratch_folder() -> str:
+    """A private folder for the server's sockets and temporary files; the supervisor removes it.
+
+    vLLM's sockets lie in it, and a socket's path must be shorter than 108 bytes: a long TMPDIR cannot hold it.
+    """
+    base = tempfile.gettempdir()
+    return tempfile.mkdtemp(prefix="vime-", dir=base if len(base) + _SCRATCH_TAIL < _SOCKET_PATH_LIMIT else "/tmp")
 
 
 class PortClaim:
@@ -64,7 +75,7 @@ class ServerProcess:
         self.name = name
         self.log_path = log_path
         self._grace = grace
-        self._scratch = tempfile.mkdtemp(prefix="vime-")
+        self._scratch = _scratch_folder()
         control_read, self._control = os.pipe()
         log_path.parent.mkdir(parents=True, exist_ok=True)
         self._log_start = log_path.stat().st_size if log_path.exists() else 0

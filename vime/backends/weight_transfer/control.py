@@ -188,7 +188,7 @@ class EngineControl:
                 return _decoded(text)
             if 400 <= status < 500:
                 break
-        raise EngineError(f"{self.name} at {self.url}, {method} {path}: {failure}")
+        raise EngineError(f"{self.name} at {self.url}, {method} {path}: {failure.rstrip('.')}.")
 
     def _once(self, method: str, target: str, body: dict[str, Any] | None, seconds: float) -> tuple[int, bytes]:
         connection = http.client.HTTPConnection(self._host, self._port, timeout=seconds)
@@ -216,4 +216,4 @@ def _message(text: bytes) -> str:
         found = error.get("message") if isinstance(error, dict) else error
     except (ValueError, AttributeError):
         found = None
-    return str(found or text.decode("utf-8", "replace"))[:500]
+    return " ".join(str(found or text.decode("utf-8", "replace")).split())[:500]

@@ -22,7 +22,7 @@ from vime.backends.weight_transfer.control import EngineControl, EngineEndpoint
 from vime.backends.weight_transfer.digest import as_bytes, digest_bytes
 from vime.backends.weight_transfer.segment import Segment, TensorSpec, layout, remove_stale_segments
 from vime.config.sections import WeightUpdateConfig
-from vime.errors import DeadlineError, PeerError, WeightSyncError
+from vime.errors import DeadlineError, EngineError, PeerError, WeightSyncError
 from vime.types import WeightSyncReport
 
 __all__ = ["WeightUpdater"]
@@ -62,7 +62,7 @@ class WeightUpdater:
         log-probabilities of tokens[1:] under the same weights.
 
         Raises WeightSyncError naming the tensors or the layer, ResourceError without room in shared memory, DeadlineError
-        and EngineError naming the engine. After any of them the engines are paused and of no further use.
+        and EngineError naming the engine. After any of them the engines stay paused until a whole update succeeds.
         """
         if len(probe_tokens) < 2:
             raise ValueError("the probe needs at least two tokens")
@@ -92,7 +92,7 @@ class WeightUpdater:
             self._all(pool, lambda engine: engine.pause("keep", self._left()))
             self._all(pool, lambda engine: engine.reset_prefix_cache(self._left()))
         with self._phase("start"):
-            self._all(pool, lambda engine: engine.start_weight_update(self._left()))
+            self._all(pool, self._start)
         with self._phase("transfer"):
             self._transfer(pool, buckets)
         with self._phase("finish"):
@@ -102,6 +102,16 @@ class WeightUpdater:
             self._all(pool, lambda engine: engine.resume(self._left()))
         with self._phase("proof"):
             return self._prove(pool, version, probe, expected)
+
+    def _start(self, engine: EngineControl) -> None:
+        """Open the update; an older one that a dead trainer left open is closed first."""
+        try:
+            engine.start_weight_update(self._left())
+        except EngineError as error:
+            if "already active" not in str(error):
+                raise
+            engine.finish_weight_update(None, self._left())
+            engine.start_weight_update(self._left())
 
     def _transfer(self, pool: ThreadPoolExecutor, buckets: Iterator[Bucket]) -> None:
         with contextlib.ExitStack() as stack:
@@ -200,7 +210,7 @@ class WeightUpdater:
         if isinstance(error, WeightSyncError | PeerError):
             kind = WeightSyncError if isinstance(error, WeightSyncError) else type(error)
             return kind(
-                f"Weight update {version} failed ({progress}): {error} {names} stay paused and hold no usable weights: end the run, or restart them."
+                f"Weight update {version} failed ({progress}): {error} {names} stay paused: they hold no usable weights until a whole update succeeds."
             )
         return error
 

@@ -1,0 +1,211 @@
+"""A weight sync with a real engine: what arrives, what is generated afterwards, and how each fault is named."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from vime.backends.megatron_utils.update_weight.sync import WeightUpdater
+from vime.backends.vllm_utils.router import RouterServer
+from vime.backends.weight_transfer.control import EngineControl
+from vime.backends.weight_transfer.segment import SHM_DIR, Segment, TensorSpec
+from vime.config.sections import WeightUpdateConfig
+from vime.errors import DeadlineError, WeightSyncError
+
+pytestmark = pytest.mark.integration
+
+PROMPT = [10, 20, 30, 40]
+Q, OTHER_Q = "model.layers.0.self_attn.q_proj.weight", "model.layers.1.self_attn.q_proj.weight"
+
+
+def generate(control: EngineControl, max_tokens: int, seed: int = 7) -> dict[str, Any]:
+    params = {"max_tokens": max_tokens, "temperature": 1.0, "logprobs": 0, "seed": seed, "ignore_eos": True}
+    answer = control.call("POST", "/inference/v1/generate", {"token_ids": PROMPT, "sampling_params": params}, seconds=60.0)
+    return answer["choices"][0]
+
+
+def weight_segments() -> list[str]:
+    return [path.name for path in SHM_DIR.glob("vime-weights-*")]
+
+
+def test_new_weights_are_what_the_engine_samples_with(trainer: Any, router: RouterServer) -> None:
+    trainer.draw(1)
+    report = trainer.send()
+    choice = generate(EngineControl(router.url, "none", name="the router"), 12)
+    expected = trainer.log_probs(PROMPT + choice["token_ids"])[len(PROMPT) - 1 :]
+    got = [row["logprob"] for row in choice["logprobs"]["content"]]
+    assert choice["weight_versions"] == [{"version": str(trainer.version), "start": 0, "end": 12}]
+    assert max(abs(a - b) for a, b in zip(expected, got, strict=True)) < 1e-4
+    assert report.proof_max_abs_diff < 1e-4
+    assert report.num_bytes == sum(tensor.nbytes for bucket in trainer.buckets() for _, tensor in bucket)
+    assert set(report.phases) == {"pause", "start", "transfer", "finish", "resume", "proof"}
+    assert weight_segments() == []
+
+
+def test_a_request_in_flight_goes_on_under_the_new_version(trainer: Any) -> None:
+    trainer.draw(2)
+    trainer.send()
+    before = trainer.version
+    control = trainer.engine.control
+    answers: list[dict[str, Any]] = []
+    thread = threading.Thread(target=lambda: answers.append(generate(control, 450)))
+    thread.start()
+    deadline = time.monotonic() + 20.0
+    while not running_requests(control) and time.monotonic() < deadline:
+        thread.join(0.02)
+    trainer.draw(3)
+    trainer.send()
+    thread.join(60.0)
+    spans = answers[0]["weight_versions"]
+    assert [span["version"] for span in spans] == [str(before), str(trainer.version)]
+    assert spans[0]["start"] == 0
+    assert spans[0]["end"] == spans[1]["start"]
+    assert spans[1]["end"] == len(answers[0]["token_ids"]) == 450
+
+
+def running_requests(control: EngineControl) -> float:
+    _, text = control._once("GET", "/metrics", None, 5.0)
+    lines = [line for line in text.decode().splitlines() if line.startswith("vllm:num_requests_running")]
+    return float(lines[0].rsplit(" ", 1)[1])
+
+
+class FlipOneByte(WeightUpdater):
+    """A transfer that damages one byte of one tensor."""
+
+    def _fill(self, segment: Segment, specs: list[TensorSpec], data: list[torch.Tensor]) -> list[TensorSpec]:
+        specs = super()._fill(segment, specs, data)
+        for spec in specs:
+            if spec.name == Q:
+                segment.memory[spec.offset + 100] ^= 1
+        return specs
+
+
+class DropOneTensor(WeightUpdater):
+    """A transfer that loses a tensor."""
+
+    def _fill(self, segment: Segment, specs: list[TensorSpec], data: list[torch.Tensor]) -> list[TensorSpec]:
+        return [spec for spec in super()._fill(segment, specs, data) if spec.name != Q]
+
+
+class SwapTwoTensors(WeightUpdater):
+    """A transfer that gives two tensors of one shape to one another's names."""
+
+    def _fill(self, segment: Segment, specs: list[TensorSpec], data: list[torch.Tensor]) -> list[TensorSpec]:
+        order = {spec.name: number for number, spec in enumerate(specs)}
+        first, second = order[Q], order[OTHER_Q]
+        data = list(data)
+        data[first], data[second] = data[second], data[first]
+        return super()._fill(segment, specs, data)
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (FlipOneByte, f"1 tensor with other content: {Q}"),
+        (DropOneTensor, f"1 tensor missing: {Q}"),
+        (SwapTwoTensors, f"2 tensors with other content: {Q}, {OTHER_Q}"),
+    ],
+)
+def test_a_damaged_transfer_is_named_and_nothing_is_served(trainer: Any, fault: type[WeightUpdater], said: str) -> None:
+    trainer.draw(4)
+    trainer.send()
+    good = str(trainer.version)
+    trainer.draw(5)
+    with pytest.raises(WeightSyncError, match="stay paused") as caught:
+        trainer.send(fault, bucket_size=100)
+    assert said in str(caught.value)
+    control = trainer.engine.control
+    assert control.is_paused()
+    assert control.weight_version() == good
+    assert weight_segments() == []
+
+
+def test_a_stale_tied_output_layer_is_found_by_the_proof(trainer: Any, stale_output_layer: Path) -> None:
+    stale_output_layer.touch()
+    trainer.draw(6)
+    with pytest.raises(WeightSyncError, match="Every tensor arrived at engine 0 unchanged, but it computes with other weights") as caught:
+        trainer.send()
+    assert "output layer tied to the embedding" in str(caught.value)
+    assert trainer.engine.control.is_paused()
+
+
+def test_a_tensor_that_the_trainer_never_sends_is_named(trainer: Any) -> None:
+    trainer.draw(7)
+    whole = trainer.buckets
+    trainer.buckets = lambda size: [[pair for pair in bucket if pair[0] != "model.norm.weight"] for bucket in whole(size)]
+    with pytest.raises(WeightSyncError, match=r"no tensor was loaded into 1 parameters of its model: model\.norm\.weight"):
+        trainer.send()
+    trainer.buckets = whole
+
+
+def test_a_trainer_that_fails_half_way_leaves_the_engine_paused_under_the_old_version(trainer: Any) -> None:
+    trainer.send()
+    good = str(trainer.version)
+    whole = trainer.buckets
+
+    def broken(size: int) -> Any:
+        yield next(iter(whole(size)))
+        raise RuntimeError("gradient exploded")
+
+    trainer.buckets = broken
+    with pytest.raises(RuntimeError, match="gradient exploded"):
+        trainer.send()
+    trainer.buckets = whole
+    assert trainer.engine.control.is_paused()
+    assert trainer.engine.control.weight_version() == good
+    assert weight_segments() == []
+
+
+def test_a_deadline_names_engine_phase_and_progress(trainer: Any) -> None:
+    with pytest.raises(DeadlineError, match=r"engine 0 .*weight update, /.*0 tensors"):
+        trainer.send(config=WeightUpdateConfig(update_weight_deadline=1e-6))
+
+
+def test_an_old_keys_and_values_cache_is_not_used_under_new_weights(trainer: Any) -> None:
+    control = trainer.engine.control
+    trainer.draw(8)
+    trainer.send()
+    generate(control, 8)  # fills the prefix cache for PROMPT
+    trainer.draw(9)
+    trainer.send()
+    choice = generate(control, 8)
+    expected = trainer.log_probs(PROMPT + choice["token_ids"])[len(PROMPT) - 1 :]
+    assert max(abs(a - b["logprob"]) for a, b in zip(expected, choice["logprobs"]["content"], strict=True)) < 1e-4
+
+
+KILLED_SENDER = """
+import os, signal, sys, torch
+from vime.backends.megatron_utils.update_weight.sync import WeightUpdater
+from vime.backends.weight_transfer.control import EngineEndpoint
+from vime.config.sections import WeightUpdateConfig
+
+class Killed(WeightUpdater):
+    def _fill(self, segment, specs, data):
+        if sys.argv[3] == "while filling":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super()._fill(segment, specs, data)
+
+def buckets():
+    yield [("model.norm.weight", torch.ones(64))]
+    os.kill(os.getpid(), signal.SIGKILL)
+
+engine = EngineEndpoint(name="engine 0", url=sys.argv[1], secret=sys.argv[2])
+Killed([engine], WeightUpdateConfig(), run_id="killed").update(99, buckets(), [1, 2], lambda tokens: [0.0])
+"""
+
+
+@pytest.mark.parametrize(("moment", "left_at_once"), [("while filling", 1), ("after a bucket", 0)])
+def test_a_killed_trainer_leaves_no_segment(trainer: Any, moment: str, left_at_once: int) -> None:
+    endpoint = trainer.engine.endpoint
+    sender = subprocess.run([sys.executable, "-c", KILLED_SENDER, endpoint.url, endpoint.secret, moment], timeout=60)
+    assert sender.returncode == -9
+    assert len(weight_segments()) == left_at_once
+    WeightUpdater([endpoint], WeightUpdateConfig(), run_id="next")  # the next start of anything
+    assert weight_segments() == []
