@@ -30,6 +30,11 @@ async def group_reward(args: Any, samples: list[Sample]) -> list[float]:
     return [float(position) for position in range(len(samples))]
 
 
+async def one_number(args: Any, samples: Any) -> float:
+    """One number whatever it is given."""
+    return 1.0
+
+
 async def nan_reward(args: Any, sample: Sample) -> float:
     """No number."""
     return float("nan")

@@ -23,11 +23,14 @@ CHARACTERS = [chr(code) for code in range(32, 127)] + ["\n"]
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
-def make_tokenizer(folder: Path, template: str | None = CHATML) -> PreTrainedTokenizerFast:
-    """One token a character, ChatML; saved in `folder`, which then serves as --hf-checkpoint."""
-    vocabulary = {piece: index for index, piece in enumerate([*SPECIAL, *CHARACTERS])}
-    inner = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<|endoftext|>"))
-    inner.pre_tokenizer = pre_tokenizers.Split(pattern="", behavior="isolated")
+def make_tokenizer(
+    folder: Path, template: str | None = CHATML, merges: tuple[tuple[str, str], ...] = ()
+) -> PreTrainedTokenizerFast:
+    """One token a character (and one a merge), ChatML; saved in `folder`, which then serves as --hf-checkpoint."""
+    pieces = [*SPECIAL, *CHARACTERS, *(first + second for first, second in merges)]
+    vocabulary = {piece: index for index, piece in enumerate(pieces)}
+    inner = Tokenizer(models.BPE(vocab=vocabulary, merges=list(merges), unk_token="<|endoftext|>"))
+    inner.pre_tokenizer = pre_tokenizers.Split(pattern="\n", behavior="isolated")
     inner.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=inner, eos_token="<|im_end|>", pad_token="<|endoftext|>", extra_special_tokens=["<|im_start|>"]
