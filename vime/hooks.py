@@ -231,7 +231,7 @@ def _nearest(name: str, names: list[str]) -> str:
 def _mismatch(target: Any, spec: HookKind) -> str:
     """What is wrong with `target`; empty when nothing is."""
     if not callable(target):
-        return f"it is a {type(target).__name__}, which cannot be called"
+        return f"it is a value of type {type(target).__name__}, which cannot be called"
     if spec.methods is not None and not inspect.isclass(target):
         return "it is not a class"
     if not _can_be_called_as(target, spec.protocol.__call__):

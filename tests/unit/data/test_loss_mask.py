@@ -18,7 +18,8 @@ QWEN3 = """{%- set ns = namespace(last=0) -%}
 {%- if message.role == 'assistant' -%}
 {%- set parts = message.content.split('</think>') -%}
 {{- '<|im_start|>assistant\n' -}}
-{%- if loop.index0 > ns.last -%}{{- '<think>\n' + (parts[0].replace('<think>', '').strip() if parts|length > 1 else '') + '\n</think>\n\n' -}}{%- endif -%}
+{%- set thinking = parts[0].replace('<think>', '').strip() if parts|length > 1 else '' -%}
+{%- if loop.index0 > ns.last -%}{{- '<think>\n' + thinking + '\n</think>\n\n' -}}{%- endif -%}
 {{- parts[-1].strip() + '<|im_end|>\n' -}}
 {%- elif message.role == 'tool' -%}
 {%- if loop.first or messages[loop.index0 - 1].role != 'tool' -%}{{- '<|im_start|>user' -}}{%- endif -%}
@@ -81,7 +82,7 @@ def test_thinking_between_tool_calls_of_the_last_turn_is_trained(tokenizers: dic
 
 
 def test_a_template_that_looks_ahead_is_refused_by_the_plain_type_rather_than_masked_wrong(tokenizers: dict[str, Any]) -> None:
-    with pytest.raises(DataError, match="rendered differently alone.*--loss-mask-type"):
+    with pytest.raises(DataError, match=r"rendered differently alone.*--loss-mask-type"):
         masked(tokenizers["qwen3"], "qwen", CHAT)
 
 
@@ -99,7 +100,9 @@ def test_tokens_that_merge_across_turns_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_template_that_does_not_open_the_assistants_turn_is_refused(tmp_path: Path) -> None:
-    glued = make_tokenizer(tmp_path, template="{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}>{% endif %}")
+    glued = make_tokenizer(
+        tmp_path, template="{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+    )
     with pytest.raises(DataError, match="generation prompt"):
         masked(glued, "qwen", [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
 

@@ -55,7 +55,7 @@ def test_long_prompts_are_dropped_and_counted(tmp_path: Path, tokenizer: Any) ->
 
 
 def test_when_every_prompt_is_too_long_the_run_does_not_start(tmp_path: Path, tokenizer: Any) -> None:
-    with pytest.raises(DataError, match="all 1 prompts are longer than 3 tokens.*--rollout-max-prompt-len"):
+    with pytest.raises(DataError, match=r"all 1 prompts are longer than 3 tokens.*--rollout-max-prompt-len"):
         loaded(tmp_path, tokenizer, [{"input": "longer"}], max_prompt_len=3)
 
 

@@ -23,9 +23,7 @@ CHARACTERS = [chr(code) for code in range(32, 127)] + ["\n"]
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
-def make_tokenizer(
-    folder: Path, template: str | None = CHATML, merges: tuple[tuple[str, str], ...] = ()
-) -> PreTrainedTokenizerFast:
+def make_tokenizer(folder: Path, template: str | None = CHATML, merges: tuple[tuple[str, str], ...] = ()) -> PreTrainedTokenizerFast:
     """One token a character (and one a merge), ChatML; saved in `folder`, which then serves as --hf-checkpoint."""
     pieces = [*SPECIAL, *CHARACTERS, *(first + second for first, second in merges)]
     vocabulary = {piece: index for index, piece in enumerate(pieces)}

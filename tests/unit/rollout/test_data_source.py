@@ -20,9 +20,7 @@ def args(model_dir: Path, tmp_path: Path) -> Any:
     """Five prompts in groups of two."""
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(json.dumps({"input": f"p{n}", "label": n, "metadata": {"n": n}}) + "\n" for n in range(5)))
-    return make_args(
-        hf_checkpoint=str(model_dir), prompt_data=str(file), label_key="label", n_samples_per_prompt=2, rollout_shuffle=True
-    )
+    return make_args(hf_checkpoint=str(model_dir), prompt_data=str(file), label_key="label", n_samples_per_prompt=2, rollout_shuffle=True)
 
 
 def prompts_of(groups: list[Any]) -> list[Any]:

@@ -130,7 +130,7 @@ def test_a_judge_that_is_down_is_a_failure_and_not_reward_zero(model_dir: Path, 
 
 
 def test_a_group_of_which_nothing_could_be_had_is_a_generation_error_with_the_cause(model_dir: Path) -> None:
-    with pytest.raises(GenerationError, match="none of the 2 samples of group 0 could be had.*no worker"):
+    with pytest.raises(GenerationError, match=r"none of the 2 samples of group 0 could be had.*no worker"):
         generated(model_dir, lambda body, n: web.Response(status=503, text="no worker"), rollout_request_retries=0)
 
 

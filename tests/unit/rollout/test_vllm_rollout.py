@@ -112,9 +112,7 @@ def test_zero_std_groups_are_dropped_by_the_ready_made_filter(model_dir: Path, t
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_surplus_groups_of_over_sampling_go_back_to_the_buffer(
-    model_dir: Path, tokenizer: Any, prompts: Path, deterministic: bool
-) -> None:
+def test_surplus_groups_of_over_sampling_go_back_to_the_buffer(model_dir: Path, tokenizer: Any, prompts: Path, deterministic: bool) -> None:
     flags = {"over_sampling_batch_size": 7, "vllm_enable_deterministic_inference": deterministic}
     rollout = Rollout(model_dir, prompts, echo(tokenizer), **flags)
     assert len(rollout.order) == 4

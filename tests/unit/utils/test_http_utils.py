@@ -61,8 +61,7 @@ def test_a_reply_that_breaks_off_is_tried_again() -> None:
         return {"ok": True} if n else torn()
 
     async def torn() -> web.StreamResponse:
-        response = TornResponse(headers={"Content-Length": "1000"})
-        return response
+        return TornResponse(headers={"Content-Length": "1000"})
 
     class TornResponse(web.StreamResponse):
         async def write_eof(self, data: bytes = b"") -> None:

@@ -94,9 +94,8 @@ def test_a_group_is_scored_in_one_call_in_order() -> None:
 
 
 def test_a_group_reward_must_give_one_number_each() -> None:
-    with pytest.raises(HookError, match="must return a list of 2 rewards.*got float"):
+    with pytest.raises(HookError, match=r"must return a list of 2 rewards.*got float"):
         run(batched_async_rm(make_args(custom_rm_path=f"{HERE}.one_number"), [answered(), answered()]))
-
 
 
 def test_a_remote_reward_is_posted_prompt_response_and_label() -> None:
@@ -160,7 +159,6 @@ def test_a_label_without_mathematics_is_a_data_error() -> None:
 def test_a_verifier_that_hangs_is_ended_counted_and_replaced() -> None:
     async def work(workers: RewardWorkers) -> Any:
         await workers.score("math", r"\boxed{1}", "1", {})  # started and imported
-        (thread,) = workers._threads
         children = _children()
         os.kill(children[0], signal.SIGSTOP)  # a process that no longer answers
         with pytest.raises(GenerationError, match=r"did not judge an answer within 3 s"):
