@@ -201,17 +201,12 @@ class WeightUpdater:
         names = ", ".join(engine.name for engine in self._engines)
         progress = f"{len(self._sent)} tensors, {self._bytes / 1e6:.1f} MB handed over"
         if isinstance(error, DeadlineError):
-            cure = (
-                f"{error.cure} Weight update {version} is off and {names} stay paused; raise --update-weight-deadline if it is only slow."
-            )
-            return DeadlineError(
-                peer=error.peer, phase=f"weight update, {error.phase}", seconds=error.seconds, progress=progress, cure=cure
-            )
+            cure = f"{error.cure} {names} stay paused. If they are only slow, raise --update-weight-deadline."
+            phase = f"weight update {version}, {error.phase}"
+            return DeadlineError(peer=error.peer, phase=phase, seconds=error.seconds, progress=progress, cure=cure)
         if isinstance(error, WeightSyncError | PeerError):
-            kind = WeightSyncError if isinstance(error, WeightSyncError) else type(error)
-            return kind(
-                f"Weight update {version} failed ({progress}): {error} {names} stay paused: they hold no usable weights until a whole update succeeds."
-            )
+            state = f"{names} stay paused, without usable weights, until a whole update succeeds."
+            return type(error)(f"Weight update {version} failed ({progress}): {error} {state}")
         return error
 
     def _all(self, pool: ThreadPoolExecutor, call: Callable[[EngineControl], Any]) -> list[Any]:

@@ -1,0 +1,70 @@
+"""The engines' and the router's command lines and environment."""
+
+from __future__ import annotations
+
+import pytest
+
+from vime.backends.vllm_utils.router import router_command
+from vime.backends.vllm_utils.server import engine_command, engine_environment
+from vime.config import RunConfig
+from vime.config import sections as s
+from vime.errors import ConfigError
+
+CPU = s.ClusterConfig(device="cpu")
+MODEL = s.ModelConfig(hf_checkpoint="some/model")
+
+
+def value(command: list[str], flag: str) -> str:
+    return command[len(command) - command[::-1].index(flag)]
+
+
+def test_the_framework_decides_address_model_and_seed() -> None:
+    config = RunConfig(
+        cluster=CPU,
+        model=MODEL,
+        data=s.DataConfig(rollout_batch_size=1, rollout_seed=5),
+        rollout=s.RolloutConfig(rollout_max_context_len=99),
+    )
+    command = engine_command(config, port=1234)
+    found = {flag: value(command, flag) for flag in ("--model", "--host", "--port", "--seed", "--max-model-len", "--dtype")}
+    assert found == {
+        "--model": "some/model",
+        "--host": "127.0.0.1",
+        "--port": "1234",
+        "--seed": "5",
+        "--max-model-len": "99",
+        "--dtype": "float32",
+    }
+
+
+def test_the_users_tokens_come_last_and_win() -> None:
+    config = RunConfig(cluster=CPU, model=MODEL, vllm_tokens=("--logprobs-mode", "raw_logprobs"))
+    command = engine_command(config, port=1)
+    assert value(command, "--logprobs-mode") == "raw_logprobs"
+    assert command.index("--logprobs-mode") < len(command) - 2
+    assert router_command([], port=1, metrics_port=2, router_tokens=("--policy", "random")).count("--policy") == 2
+
+
+def test_deterministic_inference_on_cpu_runs_one_sequence_at_a_time_without_a_prefix_cache() -> None:
+    config = RunConfig(cluster=CPU, model=MODEL, engine=s.EngineConfig(vllm_enable_deterministic_inference=True))
+    command = engine_command(config, port=1)
+    assert value(command, "--max-num-seqs") == "1"
+    assert "--no-enable-prefix-caching" in command
+
+
+def test_an_engine_needs_a_model() -> None:
+    with pytest.raises(ConfigError, match="--hf-checkpoint"):
+        engine_command(RunConfig(cluster=CPU), port=1)
+
+
+def test_cpu_engines_run_one_thread_and_compile_only_when_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "3")
+    env = engine_environment(RunConfig(cluster=CPU, model=MODEL), secret="x" * 32)
+    assert (env["OMP_NUM_THREADS"], env["VLLM_CPU_KVCACHE_SPACE"], env["TORCH_COMPILE_DISABLE"]) == ("1", "3", "1")
+    asked = RunConfig(cluster=CPU, model=MODEL, vllm_tokens=("--no-enforce-eager",))
+    assert "TORCH_COMPILE_DISABLE" not in engine_environment(asked, secret="x" * 32)
+
+
+def test_a_list_of_allowed_plugins_is_given_ours_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_PLUGINS", "lora")
+    assert engine_environment(RunConfig(cluster=CPU, model=MODEL), secret="x" * 32)["VLLM_PLUGINS"] == "lora,vime_weight_transfer"
