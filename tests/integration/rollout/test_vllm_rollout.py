@@ -1,0 +1,141 @@
+"""The rollout against a real engine behind the real router."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.rollout.plugins import HERE
+from tests.unit.rollout.support import make_args
+from vime.backends.vllm_utils.router import RouterServer
+from vime.errors import EngineError, GenerationError
+from vime.rollout.data_source import RolloutDataSourceWithBuffer
+from vime.rollout.vllm_rollout import GenerateState, generate_rollout
+from vime.utils.types import Sample
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+
+Status = Sample.Status
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    """Twelve sums as chats."""
+    file = tmp_path / "prompts.jsonl"
+    rows = [{"input": [{"role": "user", "content": f"{n}+{n}="}], "label": str(2 * n)} for n in range(12)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+@pytest.fixture
+def rolled(router: RouterServer, tiny_model: Path, prompts: Path) -> Any:
+    """A function that runs one rollout step with some flags; gives (output, data source)."""
+
+    def work(evaluation: bool = False, port: int | None = None, **flags: Any) -> tuple[Any, RolloutDataSourceWithBuffer]:
+        chosen = {
+            "hf_checkpoint": str(tiny_model),
+            "prompt_data": str(prompts),
+            "label_key": "label",
+            "apply_chat_template": True,
+            "rollout_batch_size": 4,
+            "n_samples_per_prompt": 3,
+            "rollout_max_response_len": 6,
+            "rollout_max_context_len": 64,
+            "custom_rm_path": f"{HERE}.parity_reward",
+        } | flags
+        args = make_args({"vllm_router_ip": router.host, "vllm_router_port": port or router.port}, **chosen)
+        source = RolloutDataSourceWithBuffer(args)
+        try:
+            return generate_rollout(args, 0, source, evaluation), source
+        finally:
+            source.close()
+
+    return work
+
+
+def samples_of(output: Any) -> list[Sample]:
+    """All samples, in order."""
+    return [sample for group in output.samples for sample in group]
+
+
+def test_samples_hold_the_prompt_what_was_sampled_and_under_which_weights(rolled: Any) -> None:
+    output, source = rolled()
+    tokenizer = source.resources.tokenizer
+    assert [sample.index for sample in samples_of(output)] == list(range(12))
+    versions = {version for sample in samples_of(output) for version in sample.weight_versions}
+    assert len(versions) == 1
+    assert "" not in versions
+    for sample in samples_of(output):
+        prompt = tokenizer.encode(sample.prompt, add_special_tokens=False)
+        assert sample.tokens[: len(prompt)] == prompt
+        assert 1 <= sample.response_length == len(sample.tokens) - len(prompt) <= 6
+        assert sample.response == tokenizer.decode(sample.tokens[len(prompt) :])
+        assert len(sample.rollout_log_probs or []) == len(sample.weight_versions) == sample.response_length
+        assert all(value < 0 for value in sample.rollout_log_probs or [])
+        ended = sample.tokens[-1] == tokenizer.eos_token_id
+        assert sample.status is (Status.COMPLETED if ended else Status.TRUNCATED)
+    assert output.metrics["rollout/total_tokens"] == sum(sample.response_length for sample in samples_of(output))
+
+
+def test_members_of_a_group_differ_and_the_same_seed_samples_the_same_again(rolled: Any) -> None:
+    flags = {"vllm_enable_deterministic_inference": True, "vllm_server_concurrency": 1}
+    first, second, other = (samples_of(rolled(**flags, rollout_seed=seed)[0]) for seed in (1, 1, 2))
+    assert [sample.tokens for sample in first] == [sample.tokens for sample in second]
+    assert first[0].rollout_log_probs == pytest.approx(second[0].rollout_log_probs, abs=1e-5)
+    assert [sample.tokens for sample in first] != [sample.tokens for sample in other]
+    assert len({tuple(sample.tokens) for sample in first[:3]}) == 3
+
+
+def test_greedy_evaluation_gives_every_copy_of_a_prompt_the_same_answer(rolled: Any, prompts: Path) -> None:
+    flags = {"eval_prompt_data": ["sums", f"{prompts}@[0:4]"], "eval_temperature": 0.0, "n_samples_per_eval_prompt": 2}
+    output, _ = rolled(evaluation=True, **flags)
+    samples = output.data["sums"]["samples"]
+    assert len(samples) == 8
+    assert all(one.tokens == two.tokens for one, two in zip(samples[::2], samples[1::2], strict=True))
+    assert output.metrics["eval/sums"] == 0.5
+
+
+def test_a_plug_in_with_two_turns_keeps_the_engines_tokens_and_masks_the_tools(rolled: Any) -> None:
+    output, _ = rolled(custom_generate_function_path=f"{HERE}.two_turns", rollout_max_response_len=20)
+    for sample in samples_of(output):
+        assert sample.loss_mask is not None
+        assert len(sample.loss_mask) == sample.response_length
+        assert sample.loss_mask.count(0) == len(" tool:4 ")
+        assert all((version == "") == (flag == 0) for version, flag in zip(sample.weight_versions, sample.loss_mask, strict=True))
+
+
+def test_a_plug_in_that_posts_to_the_router_itself_works(rolled: Any) -> None:
+    output, _ = rolled(custom_generate_function_path=f"{HERE}.posts_itself")
+    assert all(sample.metadata["same_state"] and sample.response_length for sample in samples_of(output))
+
+
+def test_a_stop_string_ends_a_response_with_its_tokens_kept(rolled: Any) -> None:
+    letters = [chr(code) for code in range(97, 123)]
+    output, _ = rolled(rollout_stop=letters, rollout_max_response_len=40)
+    stopped = [sample for sample in samples_of(output) if sample.status is Status.COMPLETED and sample.response[-1] in letters]
+    assert stopped
+    assert all(not set(sample.response[:-1]) & set(letters) for sample in stopped)
+
+
+def test_a_request_that_the_engine_refuses_ends_in_the_engines_own_words(rolled: Any) -> None:
+    with pytest.raises(GenerationError, match=r"groups in a row could not be had.*HTTP 400.*temperature"):
+        rolled(custom_generate_function_path=f"{__name__}.impossible")
+
+
+def test_no_router_is_an_error_that_names_its_address(rolled: Any) -> None:
+    with pytest.raises(GenerationError, match=r"127\.0\.0\.1:9/inference/v1/generate failed 1 times"):
+        rolled(port=9, rollout_request_retries=0)
+
+
+async def impossible(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """Asks for what no engine grants."""
+    state = GenerateState(args)
+    ids = state.tokenizer.encode(sample.prompt, add_special_tokens=False)
+    try:
+        await state.client.generate(ids, {**sampling_params, "temperature": -1.0})
+    except EngineError as error:
+        raise GenerationError(str(error)) from error
+    return sample
