@@ -26,7 +26,6 @@ uv_root=${XDG_DATA_HOME:-${HOME:-/nonexistent}/.local/share}/uv/python
 shopt -s nullglob
 for version in 12 13; do
     candidates+=("$pyenv_root"/versions/3."$version".*/bin/python3 "$uv_root"/cpython-3."$version".*/bin/python3)
-    candidates+=(/usr/local/bin/python3."$version" /opt/python/*3."$version"*/bin/python3)
 done
 
 for candidate in "${candidates[@]}"; do

@@ -27,6 +27,7 @@ CHAT_TEMPLATE = (
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}"
 )
+TASK = "basic_arithmetic"  # of reasoning-gym
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 # What the byte-pair merges are learnt from: words of chats and of the task. No sums: digits stay single tokens.
 TOKENIZER_CORPUS = ("user\n", "assistant\n", "system\n", "+", " +", " -", " =") * 20
@@ -37,17 +38,17 @@ class AssetSpec:
     """Sizes and seeds of the model and of the task."""
 
     seed: int = 7
-    hidden_size: int = 128
+    hidden_size: int = 160
     num_layers: int = 4
     num_heads: int = 4
     num_kv_heads: int = 2
     head_dim: int = 32
-    ffn_size: int = 384
+    ffn_size: int = 512
+    init_std: float = 0.06  # transformers' 0.02 learns a model this small much more slowly
     max_positions: int = 256
-    num_terms: int = 3  # terms of one sum
-    num_digits: int = 1  # digits of one term
-    num_sft: int = 256
-    num_train: int = 2048
+    num_terms: int = 4  # terms of one sum, each from 0 to 10
+    num_sft: int = 1500
+    num_train: int = 5000
     num_heldout: int = 256
 
 
@@ -75,13 +76,15 @@ def _distinct_rows(spec: AssetSpec) -> Iterator[dict[str, Any]]:
 
     wanted = spec.num_sft + spec.num_train + spec.num_heldout
     dataset = reasoning_gym.create_dataset(
-        "chain_sum",
+        TASK,
         seed=spec.seed,
         size=wanted * 20,
         min_terms=spec.num_terms,
         max_terms=spec.num_terms,
-        min_digits=spec.num_digits,
-        max_digits=spec.num_digits,
+        min_digits=1,
+        max_digits=1,
+        operators=["+"],
+        allow_parentheses=False,
     )
     seen: set[str] = set()
     for entry in dataset:
@@ -92,11 +95,10 @@ def _distinct_rows(spec: AssetSpec) -> Iterator[dict[str, Any]]:
         yield {
             "input": [{"role": "user", "content": expression.replace(" ", "") + "="}],
             "label": entry["answer"],
-            "metadata": {"reasoning_gym": {"dataset": "chain_sum", "entry": entry}},
+            "metadata": {"reasoning_gym": {"dataset": TASK, "entry": entry}},
         }
     raise ValueError(
-        f"chain_sum with {spec.num_terms} terms of {spec.num_digits} digits gave {len(seen)} different expressions, "
-        f"{wanted} are wanted: ask for fewer rows, or for more terms or digits."
+        f"{TASK} with {spec.num_terms} terms gave {len(seen)} different sums, {wanted} are wanted: ask for fewer rows, or for more terms."
     )
 
 
@@ -119,6 +121,7 @@ def _write_model(folder: Path, spec: AssetSpec) -> None:
         bos_token_id=tokenizer.convert_tokens_to_ids("<|endoftext|>"),
         eos_token_id=tokenizer.convert_tokens_to_ids("<|im_end|>"),
         pad_token_id=tokenizer.convert_tokens_to_ids("<|endoftext|>"),
+        initializer_range=spec.init_std,
         dtype="float32",
     )
     with torch.random.fork_rng(devices=[]):

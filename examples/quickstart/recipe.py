@@ -8,10 +8,10 @@ from pathlib import Path
 
 __all__ = ["grpo_flags", "sft_flags", "shown"]
 
-SFT_STEPS = 240
-GRPO_STEPS = 60
+SFT_STEPS = 110
+GRPO_STEPS = 80
 
-_ADAM = ("--adam-beta2", "0.98", "--weight-decay", "0.01", "--clip-grad", "1.0")
+_ADAM = ("--lr-decay-style", "constant", "--adam-beta2", "0.95", "--weight-decay", "0.01", "--clip-grad", "1.0")
 
 
 def sft_flags(folder: Path) -> list[str]:
@@ -22,22 +22,22 @@ def sft_flags(folder: Path) -> list[str]:
         *("--loss-type", "sft_loss", "--disable-compute-advantages-and-returns", "--rollout-shuffle"),
         *("--rollout-batch-size", "64", "--num-rollout", str(SFT_STEPS)),
         *("--use-dynamic-batch-size", "--max-tokens-per-gpu", "8192"),
-        *("--lr", "1e-3", *_ADAM),
+        *("--lr", "2e-3", "--lr-warmup-iters", "10", *_ADAM),
         *("--save", str(folder / "sft"), "--save-hf", str(folder / "sft" / "hf")),
     ]
 
 
 def grpo_flags(folder: Path) -> list[str]:
-    """`vime train` flags of the RL run: 64 sums a step, 8 answers each, the verifier as reward."""
+    """`vime train` flags of the RL run: 128 sums a step, 4 answers each, the verifier as reward."""
     return [
         *("--hf-checkpoint", str(folder / "sft" / "hf"), "--prompt-data", str(folder / "assets" / "train.jsonl")),
         *("--apply-chat-template", "--rollout-shuffle", "--label-key", "label"),
         *("--custom-rm-path", "examples.quickstart.reward.verified", "--advantage-estimator", "grpo"),
-        *("--rollout-batch-size", "64", "--n-samples-per-prompt", "8", "--num-rollout", str(GRPO_STEPS), "--global-batch-size", "128"),
+        *("--rollout-batch-size", "128", "--n-samples-per-prompt", "4", "--num-rollout", str(GRPO_STEPS)),
         *("--rollout-max-response-len", "8", "--rollout-max-context-len", "48", "--rollout-skip-special-tokens"),
         *("--eval-prompt-data", "heldout", str(folder / "assets" / "heldout.jsonl"), "--eval-interval", "10", "--eval-temperature", "0"),
         *("--use-dynamic-batch-size", "--max-tokens-per-gpu", "8192"),
-        *("--lr", "5e-4", *_ADAM),
+        *("--lr", "3e-4", "--lr-warmup-iters", "5", *_ADAM),
         *("--save", str(folder / "grpo"), "--save-interval", "20", "--save-hf", str(folder / "hf"), "--use-tensorboard"),
     ]
 

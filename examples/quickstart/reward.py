@@ -1,7 +1,7 @@
 """The quickstart's reward: reasoning-gym's verifier, full marks only.
 
-chain_sum's verifier gives partial credit to a text that merely contains the right number. Trained on that, the policy learnt within ten
-steps to answer with eight random digits (mean score 0.05, not one right answer), so only full marks count.
+The verifier gives partial credit to a text that merely contains the right number. A policy trained on that learnt within ten steps to
+answer with eight random digits (seen on chain_sum: mean score 0.05, not one right answer), so only full marks count.
 """
 
 from __future__ import annotations
