@@ -39,7 +39,7 @@ class GenerateFunction(Protocol):
 
 
 class RewardFunction(Protocol):
-    """Scores one sample (float or dict); with --group_rm the second argument is a list and so is the result."""
+    """Scores one sample (float or dict); with --group-rm the second argument is a list and so is the result."""
 
     async def __call__(self, args: Any, sample: Any) -> Any: ...
 
