@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shlex
@@ -34,9 +35,17 @@ def train_commands() -> list[tuple[str, list[str]]]:
 
 
 @pytest.mark.parametrize(("place", "flags"), train_commands(), ids=[place for place, _ in train_commands()])
-def test_training_commands_parse(place: str, flags: list[str]) -> None:
-    if flags not in (["--help"], ["--print-config"]):
-        assert parse_args(flags).data.rollout_batch_size, place
+def test_training_commands_parse(place: str, flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if flags in (["--help"], ["--print-config"]):
+        return
+    monkeypatch.chdir(tmp_path)
+    for flag, value in itertools.pairwise(flags):
+        if flag in ("--hf-checkpoint", "--ref-load"):
+            Path(value).mkdir(parents=True, exist_ok=True)
+        elif flag == "--prompt-data":
+            Path(value).parent.mkdir(parents=True, exist_ok=True)
+            Path(value).write_text('{"input": "1+1=", "label": "2"}\n')
+    assert parse_args(flags).data.rollout_batch_size, place
 
 
 def test_every_make_target_in_the_documents_exists() -> None:
