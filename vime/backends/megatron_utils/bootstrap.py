@@ -40,9 +40,8 @@ class Platform:
 
 def import_megatron() -> ModuleType:
     """Import `megatron.core`, behind the CPU layer where that is needed, and check its version."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # "Transformer Engine and Apex are not installed" and the like, a dozen times
-        import megatron.core
+    warnings.filterwarnings("ignore", module=r"megatron\.")  # "Transformer Engine and Apex are not installed", a dozen times
+    import megatron.core
 
     if not megatron.core.__version__.startswith(MEGATRON_VERSION):
         raise ConfigError(f"megatron-core {megatron.core.__version__} is installed; vime needs {MEGATRON_VERSION}x. Run `make setup`.")
@@ -53,10 +52,14 @@ def platform(cluster: ClusterConfig, training: TrainingConfig, *, local_rank: in
     """Decide device, dtype and backend from the flags and from what torch sees."""
     cuda = torch.cuda.is_available()
     if cluster.device == "cuda" and not cuda:
-        raise ResourceError("--device cuda was asked for and torch sees no GPU. Use --device auto, or check the driver and CUDA_VISIBLE_DEVICES.")
+        raise ResourceError(
+            "--device cuda was asked for and torch sees no GPU. Use --device auto, or check the driver and CUDA_VISIBLE_DEVICES."
+        )
     if cluster.device == "cpu" and not cpu_activate.ACTIVE:
         raise ResourceError("--device cpu was asked for and a GPU is visible. Hide it from the trainer with CUDA_VISIBLE_DEVICES=''.")
-    dtype = {"auto": torch.bfloat16 if cuda else torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16}[training.train_memory_dtype]
+    dtype = {"auto": torch.bfloat16 if cuda else torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16}[
+        training.train_memory_dtype
+    ]
     device = torch.device("cuda", local_rank % max(torch.cuda.device_count(), 1)) if cuda else torch.device("cpu")
     return Platform(device=device, dtype=dtype, backend="nccl" if cuda else "gloo")
 
@@ -71,9 +74,7 @@ def set_threads(training: TrainingConfig, trainers_on_node: int) -> int:
     return threads
 
 
-def init_distributed(
-    where: Platform, *, rank: int, world_size: int, master_addr: str, master_port: int, deadline_s: float
-) -> None:
+def init_distributed(where: Platform, *, rank: int, world_size: int, master_addr: str, master_port: int, deadline_s: float) -> None:
     """Join the trainers' process group; every collective in it has `deadline_s` as its deadline."""
     if dist.is_initialized():
         raise ConfigError("torch.distributed is initialised already: one trainer per process.")

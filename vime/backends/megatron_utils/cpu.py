@@ -15,6 +15,7 @@ import importlib.machinery
 import importlib.util
 import sys
 import types
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -195,8 +196,10 @@ def rewrite(source: str | bytes, path: str = "<source>") -> types.CodeType:
 
     The names that the code then needs (`ACCELERATOR_NAME`) are put into the module by the hook.
     """
-    tree = _Rewriter().visit(ast.parse(source, path))
-    return compile(ast.fix_missing_locations(tree), path, "exec", dont_inherit=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)  # Megatron's own invalid escapes
+        tree = _Rewriter().visit(ast.parse(source, path))
+        return compile(ast.fix_missing_locations(tree), path, "exec", dont_inherit=True)
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
@@ -254,9 +257,7 @@ def _cpu_generators(module: types.ModuleType) -> None:
     module.CudaRNGStatesTracker = CpuStatesTracker
 
 
-_AFTER_IMPORT = types.MappingProxyType(
-    {"megatron.core.jit": _plain_functions, "megatron.core.tensor_parallel.random": _cpu_generators}
-)
+_AFTER_IMPORT = types.MappingProxyType({"megatron.core.jit": _plain_functions, "megatron.core.tensor_parallel.random": _cpu_generators})
 
 
 def enable_without_cuda() -> bool:

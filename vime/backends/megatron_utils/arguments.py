@@ -1,0 +1,300 @@
+"""Megatron's arguments: its own parser verbatim, the shape from the Hugging Face config, our flags, the user's tokens.
+
+    python -m vime.backends.megatron_utils.arguments [--hf-checkpoint DIR] [--world-size N] [--] TOKENS...
+
+checks tokens for the driver, which must not import Megatron: exit 0 and one JSON object of plain resolved values on the
+last line of stdout, or exit 2 and the problems on stderr. With a folder the tokens are also checked against its config.json
+and by Megatron's own `validate_args`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import difflib
+import importlib.util
+import io
+import json
+import logging
+import math
+import os
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from vime.backends.megatron_utils.bootstrap import Platform, import_megatron
+from vime.backends.megatron_utils.convert.registry import model_shape
+from vime.backends.megatron_utils.convert.shape import ModelShape
+from vime.backends.megatron_utils.flags import CURES, HONOURED, NOT_YET_PREFIXES, ONE_ONLY
+from vime.backends.megatron_utils.layer_probe import has_transformer_engine
+from vime.config.fields import flag_specs
+from vime.config.run import SECTIONS, RunConfig
+from vime.errors import ConfigError, VimeError
+
+__all__ = ["build_parser", "check_tokens", "main", "resolve", "shape_arguments"]
+
+log = logging.getLogger(__name__)
+CPU_PLATFORM = Platform(device=torch.device("cpu"), dtype=torch.float32, backend="gloo")
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse that raises ConfigError instead of ending the process."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"Megatron's parser: {message}.")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Megatron's full parser: every flag under its own name, no abbreviations."""
+    import_megatron()
+    from megatron.training.arguments import add_megatron_arguments
+
+    return add_megatron_arguments(_Parser(prog="megatron", allow_abbrev=False, add_help=False))
+
+
+def parse_explicit(parser: argparse.ArgumentParser, tokens: Sequence[str]) -> tuple[dict[str, Any], argparse.Namespace]:
+    """(what the tokens set, Megatron's defaults for all). Raises ConfigError for unknown or malformed flags, all at once."""
+    defaults = argparse.Namespace(**{a.dest: parser.get_default(a.dest) for a in parser._actions})
+    for action in parser._actions:
+        action.default = argparse.SUPPRESS  # what is not given is not set
+    known, unknown = parser.parse_known_args(list(tokens))
+    if unknown:
+        names = [option for action in parser._actions for option in action.option_strings]
+        raise ConfigError(
+            *(_unknown_flag(token, names) for token in unknown if token.startswith("-")) or [f"stray values: {' '.join(unknown)}"]
+        )
+    return vars(known), defaults
+
+
+def _unknown_flag(token: str, names: Iterable[str]) -> str:
+    flag = token.partition("=")[0]
+    near = difflib.get_close_matches(flag, list(names), n=3, cutoff=0.6)
+    hint = f" Nearest: {', '.join(near)}." if near else ""
+    return f"{flag} is no flag of vime's and none of Megatron's.{hint}"
+
+
+def _flag_of(parser: argparse.ArgumentParser, dest: str) -> str:
+    for action in parser._actions:
+        if action.dest == dest and action.option_strings:
+            return action.option_strings[-1]
+    return "--" + dest.replace("_", "-")
+
+
+def honour_problems(parser: argparse.ArgumentParser, explicit: Mapping[str, Any]) -> list[str]:
+    """One problem for each flag that this trainer would have to ignore."""
+    problems = []
+    for dest, value in explicit.items():
+        flag = _flag_of(parser, dest)
+        if dest in HONOURED:
+            if dest in ONE_ONLY and value not in (None, 1):
+                problems.append(f"{flag} {value}: not available yet: this trainer splits a model by tensor parallelism only.")
+        elif dest in CURES:
+            problems.append(f"{flag} has no effect in vime. {CURES[dest]}")
+        elif dest.startswith(NOT_YET_PREFIXES):
+            problems.append(f"{flag}: not available yet: this trainer builds dense decoders with tensor and data parallelism.")
+        else:
+            problems.append(f"{flag} is for Megatron's own pretraining program and would have no effect here: leave it out.")
+    return problems
+
+
+def shape_arguments(shape: ModelShape, *, tensor_parallel: int, divisible_by: int) -> dict[str, Any]:
+    """Megatron's names for a model's shape. Raises ConfigError when tensor parallelism does not divide it."""
+    problems = [
+        f"--tensor-model-parallel-size {tensor_parallel} does not divide {what} ({count}) of {shape.path}."
+        for what, count in (
+            ("num_attention_heads", shape.num_heads),
+            ("num_key_value_heads", shape.num_groups),
+            ("intermediate_size", shape.ffn_size),
+        )
+        if count % tensor_parallel
+    ]
+    if problems:
+        raise ConfigError(*problems)
+    multiple = math.lcm(divisible_by, tensor_parallel)
+    return {
+        "num_layers": shape.num_layers,
+        "hidden_size": shape.hidden_size,
+        "ffn_hidden_size": shape.ffn_size,
+        "num_attention_heads": shape.num_heads,
+        "group_query_attention": True,
+        "num_query_groups": shape.num_groups,
+        "kv_channels": shape.head_dim,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": shape.norm_eps,
+        "layernorm_zero_centered_gamma": False,
+        "swiglu": True,
+        "add_bias_linear": False,
+        "add_qkv_bias": shape.qkv_bias,
+        "qk_layernorm": shape.qk_norm,
+        "position_embedding_type": "rope",
+        "rotary_base": int(shape.rope_theta) if shape.rope_theta.is_integer() else shape.rope_theta,
+        "rotary_percent": 1.0,
+        "rotary_interleaved": False,
+        **_rope_arguments(shape),
+        "untie_embeddings_and_output_weights": not shape.tied,
+        "max_position_embeddings": shape.max_positions,
+        "vocab_size": shape.vocab_size,
+        "padded_vocab_size": -(-shape.vocab_size // multiple) * multiple,
+    }
+
+
+def _rope_arguments(shape: ModelShape) -> dict[str, Any]:
+    scaling = dict(shape.rope_scaling)
+    kind = scaling.get("rope_type")
+    if kind == "default":
+        return {"use_rope_scaling": False, "rotary_seq_len_interpolation_factor": None}
+    if kind == "linear":
+        return {"use_rope_scaling": False, "rotary_seq_len_interpolation_factor": scaling["factor"]}
+    if kind == "llama3":
+        fixed = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
+        other = {key: scaling.get(key) for key, value in fixed.items() if scaling.get(key) != value}
+        if other:
+            raise ConfigError(f"{shape.path}: llama3 rope scaling with {other} is not supported (Megatron has {fixed} built in).")
+        return {"use_rope_scaling": True, "rope_scaling_factor": scaling["factor"], "rotary_seq_len_interpolation_factor": None}
+    raise ConfigError(f"{shape.path}: rope_type '{kind}' is not available yet (known: default, linear, llama3).")
+
+
+def contradictions(parser: argparse.ArgumentParser, explicit: Mapping[str, Any], implied: Mapping[str, Any], source: str) -> list[str]:
+    """Problems where a token of the user says something else than `source` does."""
+    return [
+        f"{_flag_of(parser, dest)} {explicit[dest]} contradicts {source}, which says {value}. Leave the flag out."
+        for dest, value in implied.items()
+        if dest in explicit and explicit[dest] != value
+    ]
+
+
+def own_arguments(config: RunConfig) -> dict[str, tuple[Any, str]]:
+    """Megatron destination -> (value, our flag) for the fields of our sections that are Megatron's as well."""
+    return {
+        spec.megatron.removeprefix("--").replace("-", "_"): (getattr(getattr(config, section), spec.name), spec.flag)
+        for section, cls in SECTIONS.items()
+        for spec in flag_specs(cls)
+        if spec.megatron is not None
+    }
+
+
+def overlay(where: Platform) -> dict[str, Any]:
+    """What the platform decides, whatever Megatron's defaults say."""
+    engine = has_transformer_engine()
+    out: dict[str, Any] = {
+        "bf16": where.dtype == torch.bfloat16,
+        "fp16": False,
+        "transformer_impl": "transformer_engine" if engine else "local",
+        "hidden_dropout": 0.0,
+        "use_distributed_optimizer": True,
+        "accumulate_allreduce_grads_in_fp32": where.dtype == torch.bfloat16,
+        "gradient_accumulation_fusion": importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None and not where.is_cpu,
+    }
+    if not engine:
+        out |= {"apply_rope_fusion": False, "no_persist_layer_norm": True, "masked_softmax_fusion": False}
+    if where.is_cpu:
+        out |= {"bias_gelu_fusion": False, "bias_swiglu_fusion": False, "bias_dropout_fusion": False}
+    return out
+
+
+def resolve(config: RunConfig, shape: ModelShape, where: Platform, *, world_size: int, rank: int = 0) -> argparse.Namespace:
+    """All of Megatron's arguments for this run, checked. Raises ConfigError with all problems found."""
+    parser = build_parser()
+    explicit, args = parse_explicit(parser, config.megatron_tokens)
+    problems = honour_problems(parser, explicit)
+    own = own_arguments(config)
+    for dest, (value, flag) in own.items():
+        problems += contradictions(parser, explicit, {dest: value}, f"our flag {flag}")
+    resolved = _with_shape(parser, explicit, args, shape, problems)
+    if problems:
+        raise ConfigError(*problems)
+    platform_values = {key: value for key, value in overlay(where).items() if key not in explicit}
+    log.info("decided by the platform (%s, %s): %s", where.device, where.dtype, platform_values)
+    resolved |= platform_values | {dest: value for dest, (value, _) in own.items()}
+    resolved.setdefault("attention_dropout", shape.attention_dropout)
+    vars(args).update(resolved | explicit)
+    return _validated(args, world_size=world_size, rank=rank)
+
+
+def _with_shape(
+    parser: argparse.ArgumentParser, explicit: Mapping[str, Any], defaults: argparse.Namespace, shape: ModelShape, problems: list[str]
+) -> dict[str, Any]:
+    """The shape's arguments; contradictions with the tokens are added to `problems`."""
+    try:
+        implied = shape_arguments(
+            shape,
+            tensor_parallel=explicit.get("tensor_model_parallel_size", 1),
+            divisible_by=explicit.get("make_vocab_size_divisible_by", defaults.make_vocab_size_divisible_by),
+        )
+    except ConfigError as error:
+        problems += error.problems
+        return {}
+    problems += contradictions(parser, explicit, implied, shape.path)
+    return implied
+
+
+def _validated(args: argparse.Namespace, *, world_size: int, rank: int) -> argparse.Namespace:
+    """Megatron's own checks; what it prints goes to our log. Raises ConfigError with its message."""
+    from megatron.training.arguments import validate_args
+
+    args.rank, args.world_size = rank, world_size
+    args.seq_length = args.max_position_embeddings
+    args._is_global_batch_size_explicitly_specified = False
+    args.micro_batch_size = args.micro_batch_size or 1
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # validate_args asserts it with tensor parallelism
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed):
+            validate_args(args)
+    except (AssertionError, ValueError, RuntimeError, TypeError) as error:
+        raise ConfigError(
+            f"Megatron refuses these arguments: {re.sub(chr(10), ' ', str(error)) or 'an assertion without a message'}"
+        ) from error
+    finally:
+        log.debug("Megatron's validate_args: %s", printed.getvalue())
+    return args
+
+
+def check_tokens(tokens: Sequence[str], *, hf_checkpoint: str | None = None, world_size: int | None = None) -> dict[str, Any]:
+    """Check the user's tokens without building anything; the resolved arguments that are plain values.
+
+    Without a folder only the tokens themselves are checked. Raises ConfigError with all problems, CheckpointError for the folder.
+    """
+    parser = build_parser()
+    explicit, args = parse_explicit(parser, tokens)
+    problems = honour_problems(parser, explicit)
+    implied: dict[str, Any] = {}
+    if hf_checkpoint is not None:
+        implied = _with_shape(parser, explicit, args, model_shape(hf_checkpoint), problems)
+    if problems:
+        raise ConfigError(*problems)
+    vars(args).update(implied | {k: v for k, v in overlay(CPU_PLATFORM).items() if k not in explicit} | explicit)
+    if hf_checkpoint is not None:
+        split = args.tensor_model_parallel_size
+        args = _validated(args, world_size=split if world_size is None else world_size, rank=0)
+    return {key: value for key, value in vars(args).items() if _is_plain(value)}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(_is_plain(item) for item in value)
+    return value is None or type(value) in (bool, int, float, str)
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command line of the module; see its docstring."""
+    options = argparse.ArgumentParser(prog="vime.backends.megatron_utils.arguments", allow_abbrev=False)
+    options.add_argument("--hf-checkpoint")
+    options.add_argument("--world-size", type=int)
+    ours, tokens = (list(argv[: argv.index("--")]), list(argv[argv.index("--") + 1 :])) if "--" in argv else ([], list(argv))
+    given = options.parse_args(ours)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            values = check_tokens(tokens, hf_checkpoint=given.hf_checkpoint, world_size=given.world_size)
+    except VimeError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(json.dumps(values))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

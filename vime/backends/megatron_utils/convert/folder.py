@@ -1,0 +1,100 @@
+"""Reading the tensors of a Hugging Face folder: safetensors files, one or many with an index."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from vime.errors import CheckpointError
+
+__all__ = ["HFFolder"]
+
+AGAIN = "Copy or download the folder again."
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")  # derived, not weights
+
+
+class HFFolder:
+    """The tensors of a folder by name, read one at a time. Use as a context manager.
+
+    Raises CheckpointError, naming file and tensor, for whatever is torn: a missing shard, a truncated file, a tensor that
+    is missing or has another shape.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self._folder = Path(folder)
+        self._file_of = self._read_names()
+        self._open: dict[str, safe_open] = {}
+
+    @property
+    def names(self) -> set[str]:
+        """All tensor names."""
+        return set(self._file_of)
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """One tensor, on the CPU, in the dtype in which it is stored."""
+        file = self._file_of.get(name)
+        if file is None:
+            raise CheckpointError(f"tensor '{name}' is missing in {self._folder} ({len(self._file_of)} others are there). {AGAIN}")
+        try:
+            handle = self._handle(file)
+            found = tuple(handle.get_slice(name).get_shape())
+            if found != shape:
+                raise CheckpointError(
+                    f"tensor '{name}' in {self._folder / file} has shape {list(found)}, config.json implies {list(shape)}. "
+                    "Weights and config.json are of different models."
+                )
+            return handle.get_tensor(name)
+        except SafetensorError as error:
+            raise CheckpointError(f"{self._folder / file} does not hold tensor '{name}' ({error}). {AGAIN}") from None
+
+    def check_no_others(self, known: Iterable[str]) -> None:
+        """Raise CheckpointError when the folder holds tensors that the architecture does not have."""
+        others = sorted(name for name in self.names - set(known) if not name.endswith(IGNORED_SUFFIXES))
+        if others:
+            shown = ", ".join(others[:5]) + (", ..." if len(others) > 5 else "")
+            raise CheckpointError(
+                f"{self._folder} holds {len(others)} tensors that the architecture in config.json does not have: {shown}. "
+                "Weights and config.json are of different models."
+            )
+
+    def __enter__(self) -> HFFolder:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._open.clear()
+
+    def _handle(self, file: str) -> safe_open:
+        if file not in self._open:
+            try:
+                self._open[file] = safe_open(str(self._folder / file), framework="pt", device="cpu")
+            except FileNotFoundError:
+                raise CheckpointError(f"{self._folder / file} is missing, though {INDEX} names it. {AGAIN}") from None
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"{self._folder / file} is torn ({error}). {AGAIN}") from None
+        return self._open[file]
+
+    def _read_names(self) -> dict[str, str]:
+        """tensor name -> file."""
+        self._open = {}
+        index = self._folder / INDEX
+        if index.exists():
+            try:
+                names = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                raise CheckpointError(f"{index} cannot be read ({type(error).__name__}: {error}). {AGAIN}") from None
+            for file in sorted(set(names.values())):
+                if not (self._folder / file).exists():
+                    lost = sorted(name for name, where in names.items() if where == file)
+                    raise CheckpointError(
+                        f"{self._folder / file} is missing; {INDEX} says it holds {len(lost)} tensors, '{lost[0]}' first. {AGAIN}"
+                    )
+            return names
+        if not (self._folder / SINGLE).exists():
+            raise CheckpointError(f"{self._folder} holds neither {SINGLE} nor {INDEX}. Only safetensors weights are read. {AGAIN}")
+        return dict.fromkeys(self._handle(SINGLE).keys(), SINGLE)

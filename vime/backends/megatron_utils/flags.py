@@ -1,0 +1,67 @@
+"""Which of Megatron's arguments this trainer honours, which it cannot honour yet, and which belong to other programs.
+
+Names are Megatron's destinations (attribute names). A flag that would be parsed and ignored is refused instead.
+"""
+
+from __future__ import annotations
+
+__all__ = ["CURES", "HONOURED", "NOT_YET_PREFIXES", "ONE_ONLY"]
+
+SHAPE = frozenset(
+    "num_layers hidden_size ffn_hidden_size num_attention_heads group_query_attention num_query_groups kv_channels normalization "
+    "layernorm_epsilon swiglu add_bias_linear add_qkv_bias qk_layernorm position_embedding_type use_rotary_position_embeddings "
+    "rotary_base rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor use_rope_scaling rope_scaling_factor "
+    "untie_embeddings_and_output_weights max_position_embeddings vocab_size padded_vocab_size make_vocab_size_divisible_by "
+    "layernorm_zero_centered_gamma add_position_embedding".split()
+)
+PARALLEL = frozenset(
+    "tensor_model_parallel_size sequence_parallel pipeline_model_parallel_size context_parallel_size expert_model_parallel_size "
+    "expert_tensor_parallel_size use_distributed_optimizer overlap_grad_reduce overlap_param_gather ddp_bucket_size ddp_num_buckets "
+    "accumulate_allreduce_grads_in_fp32 grad_reduce_in_bf16 distributed_timeout_minutes use_cpu_initialization".split()
+)
+OPTIMIZER = frozenset(
+    "optimizer weight_decay start_weight_decay end_weight_decay weight_decay_incr_style apply_wd_to_qk_layernorm adam_beta1 adam_beta2 "
+    "adam_eps sgd_momentum clip_grad lr min_lr decoupled_lr decoupled_min_lr lr_decay_style lr_decay_iters lr_warmup_iters "
+    "lr_warmup_fraction lr_warmup_init lr_wsd_decay_style lr_wsd_decay_iters train_iters override_opt_param_scheduler "
+    "use_checkpoint_opt_param_scheduler check_for_nan_in_loss_and_grad".split()
+)
+COMPUTE = frozenset(
+    "seed attention_dropout hidden_dropout recompute_granularity recompute_method recompute_num_layers recompute_modules "
+    "recompute_activations distribute_saved_activations attention_softmax_in_fp32 apply_query_key_layer_scaling attention_backend "
+    "deterministic_mode fp32_residual_connection transformer_impl masked_softmax_fusion bias_gelu_fusion bias_swiglu_fusion "
+    "bias_dropout_fusion apply_rope_fusion gradient_accumulation_fusion no_persist_layer_norm".split()
+)
+HONOURED: frozenset[str] = SHAPE | PARALLEL | OPTIMIZER | COMPUTE
+
+ONE_ONLY: tuple[str, ...] = (  # honoured only at size 1
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)
+
+NOT_YET_PREFIXES: tuple[str, ...] = tuple(  # kinds of model or of training that Megatron can do and this trainer does not build yet
+    "num_experts moe_ expert_ mtp_ multi_latent q_lora kv_lora qk_head qk_pos v_head mla_ mamba_ hybrid_ is_hybrid dsa_ linear_ "
+    "experimental_attention num_layers_per_virtual num_virtual_stages pipeline_model_parallel_layout decoder_first decoder_last "
+    "account_for hierarchical_context cp_comm fp8 fp4 use_megatron_fsdp use_torch_fsdp2 data_parallel_sharding optimizer_cpu "
+    "use_precision_aware exp_avg main_params main_grads muon_ lion_ tp_comm cuda_graph enable_cuda_graph external_cuda_graph "
+    "num_distributed_optimizer overlap_p2p overlap_moe overlap_param_gather_with qk_clip qk_l2 window_ softmax_type rope_type yarn_ "
+    "rotary_scaling mrope no_rope_freq fine_grained cpu_offloading heterogeneous spec init_method use_mup tensor_parallel_num".split()
+)
+
+CURES: dict[str, str] = {
+    "bf16": "Say --train-memory-dtype bfloat16 (the default on a GPU).",
+    "fp16": "float16 is not offered; say --train-memory-dtype bfloat16.",
+    "micro_batch_size": "--micro-batch-size is ours: give it once.",
+    "global_batch_size": "--global-batch-size is ours: give it once.",
+    "seq_length": "Sequences are packed at their own length; --max-tokens-per-gpu bounds a micro-batch.",
+    "train_samples": "Count in optimizer steps: --lr-decay-iters, --lr-warmup-iters.",
+    "lr_decay_samples": "Say --lr-decay-iters, in optimizer steps.",
+    "lr_warmup_samples": "Say --lr-warmup-iters, in optimizer steps.",
+    "lr_wsd_decay_samples": "Say --lr-wsd-decay-iters, in optimizer steps.",
+    "ckpt_format": "Checkpoints are always torch_dist, fully reshardable.",
+    "async_save": "Saving is synchronous for now.",
+    "tokenizer_type": "The tokenizer is the one in --hf-checkpoint.",
+    "tokenizer_model": "The tokenizer is the one in --hf-checkpoint.",
+    "no_save_optim": "A checkpoint always holds the optimizer: a resumed run must equal an uninterrupted one.",
+}

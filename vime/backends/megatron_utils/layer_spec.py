@@ -1,0 +1,51 @@
+"""Which modules Megatron builds its layers from: Transformer Engine's where it is installed, else Megatron's own with our
+norm and our core attention put in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from vime.backends.megatron_utils.attention import PackedCoreAttention
+from vime.backends.megatron_utils.layer_probe import has_transformer_engine
+
+__all__ = ["RMSNorm", "layer_spec"]
+
+
+class RMSNorm(torch.nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight (arXiv:1910.07467, eq. 4). Megatron's own wrapper refuses sequence parallelism."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
+        super().__init__()
+        if config.normalization != "RMSNorm" or config.layernorm_zero_centered_gamma:
+            raise NotImplementedError(
+                "without Transformer Engine only plain RMSNorm is there: drop --apply-layernorm-1p and --normalization."
+            )
+        self.eps = eps
+        device = torch.device("cpu") if config.use_cpu_initialization or not torch.cuda.is_available() else torch.cuda.current_device()
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # its gradient is summed over tensor parallel ranks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., hidden_size] -> the same shape and dtype."""
+        return torch.nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+def layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
+    """The decoder's submodules for `config`."""
+    if has_transformer_engine():
+        return get_gpt_decoder_block_spec(config, use_transformer_engine=True)
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
+    for layer in spec.layer_specs:
+        layer.submodules.input_layernorm = RMSNorm
+        layer.submodules.pre_mlp_layernorm = RMSNorm
+        attention = layer.submodules.self_attention.submodules
+        attention.core_attention = PackedCoreAttention
+        if config.qk_layernorm:
+            attention.q_layernorm = RMSNorm
+            attention.k_layernorm = RMSNorm
+    return TransformerBlockSubmodules(layer_specs=spec.layer_specs, layer_norm=RMSNorm)
