@@ -63,9 +63,8 @@ def parse_explicit(parser: argparse.ArgumentParser, tokens: Sequence[str]) -> tu
     known, unknown = parser.parse_known_args(list(tokens))
     if unknown:
         names = [option for action in parser._actions for option in action.option_strings]
-        raise ConfigError(
-            *(_unknown_flag(token, names) for token in unknown if token.startswith("-")) or [f"stray values: {' '.join(unknown)}"]
-        )
+        flags = [_unknown_flag(token, names) for token in unknown if token.startswith("-")]
+        raise ConfigError(*(flags or [f"'{' '.join(unknown)}' belongs to no flag."]))
     return vars(known), defaults
 
 

@@ -41,6 +41,8 @@ class Platform:
 def import_megatron() -> ModuleType:
     """Import `megatron.core`, behind the CPU layer where that is needed, and check its version."""
     warnings.filterwarnings("ignore", module=r"megatron\.")  # "Transformer Engine and Apex are not installed", a dozen times
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.")  # of what Megatron calls
+    warnings.filterwarnings("ignore", module=r"torch\.distributed\.checkpoint\.")
     import megatron.core
 
     if not megatron.core.__version__.startswith(MEGATRON_VERSION):

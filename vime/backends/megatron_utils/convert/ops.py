@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Copy", "GateUp", "Op", "QKV", "Shard", "Vocabulary"]
+__all__ = ["QKV", "Copy", "GateUp", "Op", "Shard", "Vocabulary"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

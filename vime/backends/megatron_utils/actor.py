@@ -1,0 +1,347 @@
+"""`MegatronTrainer`: one rank of the trainer. Knows nothing of Ray; every public method but `__init__` is collective."""
+
+from __future__ import annotations
+
+import logging
+import math
+import shutil
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
+from safetensors.torch import save_file
+
+from vime.algorithms.advantages import compute_advantages
+from vime.backends.megatron_utils import bootstrap
+from vime.backends.megatron_utils.arguments import resolve
+from vime.backends.megatron_utils.checkpoint import load_state, save_state
+from vime.backends.megatron_utils.convert.registry import model_ops, model_shape
+from vime.backends.megatron_utils.convert.transfer import hf_buckets, load_hf_weights
+from vime.backends.megatron_utils.log_probs import token_log_probs
+from vime.backends.megatron_utils.loss import loss_from_logits, packed_log_probs
+from vime.backends.megatron_utils.model import build_model, transformer_config
+from vime.backends.megatron_utils.optimizer import build_optimizer, build_schedule, wrap_data_parallel
+from vime.backends.megatron_utils.step import forward_backward, forward_each, sum_metrics
+from vime.config.run import RunConfig
+from vime.errors import ConfigError, ResourceError, TrainerError
+from vime.hooks import load_hook
+from vime.packing.pack import PackedBatch, pack
+from vime.types import StepPlan, TrainBatch, TrainSample
+
+__all__ = ["MegatronTrainer"]
+
+log = logging.getLogger(__name__)
+COPIED = ("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*")
+NAMES_SHOWN = 20
+EXPORT_BUCKET_BYTES = 256 * 1024**2
+
+
+class MegatronTrainer:
+    """Builds model, optimizer and schedule from the configuration and the weights of `config.model.hf_checkpoint`.
+
+    Raises ConfigError, CheckpointError or ResourceError before any training is done.
+    """
+
+    def __init__(self, config: RunConfig, *, rank: int, world_size: int, master_addr: str, master_port: int) -> None:
+        if config.model.hf_checkpoint is None:
+            raise ConfigError("--hf-checkpoint is required: it names the folder with the model to train.")
+        self._config = config
+        self._shape = model_shape(config.model.hf_checkpoint)
+        per_node = config.cluster.actor_num_gpus_per_node
+        self._platform = bootstrap.platform(config.cluster, config.training, local_rank=rank % per_node)
+        bootstrap.set_threads(config.training, min(per_node, world_size))
+        args = resolve(config, self._shape, self._platform, world_size=world_size, rank=rank)
+        deadline = config.cluster.actor_deadline
+        bootstrap.init_distributed(
+            self._platform, rank=rank, world_size=world_size, master_addr=master_addr, master_port=master_port, deadline_s=deadline
+        )
+        bootstrap.init_parallel(
+            tensor=args.tensor_model_parallel_size, sequence=args.sequence_parallel, seed=config.training.seed, deadline_s=deadline
+        )
+        self._args = args
+        self._ops = model_ops(self._shape, args.padded_vocab_size)
+        self._tp_group = parallel_state.get_tensor_model_parallel_group()
+        self._dp_group = parallel_state.get_data_parallel_group()
+        self._model_config = transformer_config(args)
+        model = build_model(args, self._model_config)
+        self._fill(model, config.model.hf_checkpoint)
+        self._model = wrap_data_parallel(args, self._model_config, model)
+        self._optimizer = build_optimizer(args, self._model_config, self._model)
+        self._schedule = build_schedule(args, config.data, self._optimizer)
+        self._reference = self._build_reference()
+        self._custom_loss = self._load_custom_loss()
+        self._step = 0
+
+    # --- what others ask ---
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which TrainBatch of a step is this rank's."""
+        return parallel_state.get_data_parallel_rank()
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the whole model, without vocabulary padding."""
+        return sum(torch.Size(shape).numel() for op in self._ops for shape in op.hf_shapes)
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return self._step
+
+    # --- training ---
+
+    def train(self, batch: TrainBatch) -> dict[str, float]:
+        """Train on this rank's share of one rollout step; returns the same metrics on all ranks.
+
+        With several optimizer steps the losses are means over them and `train/step` is the last. The difference between
+        trainer and engine, `train/train_rollout_logprob_abs_diff`, is always taken with the weights that generated.
+        Raises TrainerError when a loss or gradient is not finite; the weights then are as before that optimizer step.
+        """
+        seconds: dict[str, float] = defaultdict(float)
+        started = time.perf_counter()
+        with self._timed(seconds, "data_preprocess"):
+            plans = [[self._pack(batch, plan, micro) for micro in plan.micro_batches] for plan in batch.steps]
+            plans = self._with_advantages(batch, plans)
+        if self._reference is not None:
+            with self._timed(seconds, "ref_log_probs"):
+                plans = self._with_log_probs(self._reference, plans, "ref_log_probs")
+        algorithm = self._config.algorithm
+        old_needed = len(plans) > 1 and algorithm.loss_type != "sft_loss" and not algorithm.use_rollout_logprobs
+        if old_needed:
+            with self._timed(seconds, "log_probs"):
+                plans = self._with_log_probs(self._model, plans, "old_log_probs")
+        with self._timed(seconds, "actor_train"):
+            steps = [self._optimizer_step(packed, batch) for packed in plans]
+        metrics = {f"train/{name}": float(np.mean([s[name] for s in steps])) for name in steps[0]}
+        if not old_needed and "train/train_rollout_logprob_abs_diff" in metrics:
+            metrics["train/train_rollout_logprob_abs_diff"] = steps[0]["train_rollout_logprob_abs_diff"]
+        metrics |= {"train/lr-pg_0": steps[-1]["lr-pg_0"], "train/step": float(self._step), "train/num_steps": float(len(steps))}
+        seconds["train"] = time.perf_counter() - started
+        return metrics | self._slowest(seconds) | self._throughput(batch, seconds)
+
+    def log_probs(self, tokens: list[int]) -> list[float]:
+        """Natural-log probabilities of tokens[1:], each given what precedes it, at temperature 1. The same on all ranks."""
+        if len(tokens) < 2:
+            raise ValueError(f"log_probs needs at least two tokens, got {len(tokens)}.")
+        plan = StepPlan(micro_batches=((0,),), num_rollouts=1, num_tokens=float(len(tokens) - 1))
+        response = len(tokens) - 1
+        sample = TrainSample(
+            tokens=np.asarray(tokens, dtype=np.int64), response_length=response, loss_mask=np.ones(response, dtype=np.float32),
+            reward=0.0, raw_reward=0.0, sample_id=0, group_id=0, rollout_id=0, rollout_mask_sum=float(response),
+        )  # fmt: skip
+        packed = self._to_device(pack([sample], plan, per_token=True, multiple_of=self._multiple))
+
+        def read(logits: torch.Tensor, packed: PackedBatch) -> torch.Tensor:
+            return token_log_probs(logits, packed.labels, tp_group=self._tp_group, vocab_size=self._shape.vocab_size)[0]
+
+        return forward_each(self._model, [packed], read)[0][:response].tolist()
+
+    # --- weights and state ---
+
+    def hf_weights(self, bucket_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        """The weights under Hugging Face names, in buckets of about `bucket_bytes`, without vocabulary padding.
+
+        Collective: all ranks must exhaust it. Rank 0 gets the tensors, the others as many empty lists.
+        """
+        return hf_buckets(
+            self._model.module,
+            self._ops,
+            bucket_bytes=bucket_bytes,
+            group=self._tp_group,
+            receives=dist.get_rank() == 0,
+            gathers=self.data_parallel_rank == 0,
+        )
+
+    def save_hf(self, path: str) -> None:
+        """Write a Hugging Face folder that `transformers` loads: config, tokenizer files, model.safetensors."""
+        weights: dict[str, torch.Tensor] = {}
+        for bucket in self.hf_weights(EXPORT_BUCKET_BYTES):
+            weights.update((name, tensor.cpu()) for name, tensor in bucket)
+        if dist.get_rank() == 0:
+            self._write_folder(Path(path), weights)
+        dist.barrier()
+
+    def save(self, path: str) -> None:
+        """Write the whole training state: model, optimizer, schedule, random states, step."""
+        save_state(path, self._model, self._optimizer, self._schedule, step=self._step)
+
+    def load(self, path: str) -> None:
+        """Load what `save` wrote, at this or another parallel layout."""
+        self._step, exact = load_state(path, self._model, self._optimizer, self._schedule)
+        if not exact:
+            log.warning("%s was saved at another layout: weights and optimizer are restored, random states start from the seed", path)
+
+    def shutdown(self) -> None:
+        """Leave the process groups."""
+        bootstrap.shutdown()
+
+    # --- inside ---
+
+    def _fill(self, model: torch.nn.Module, folder: str) -> None:
+        load_hf_weights(
+            model,
+            folder,
+            self._ops,
+            rank=parallel_state.get_tensor_model_parallel_rank(),
+            size=parallel_state.get_tensor_model_parallel_world_size(),
+            tied=self._shape.tied,
+        )
+
+    def _build_reference(self) -> torch.nn.Module | None:
+        """The frozen reference model, when a KL term asks for it."""
+        config = self._config
+        if not config.algorithm.use_kl_loss:
+            return None
+        if config.model.ref_load is None:
+            raise ConfigError("--use-kl-loss needs --ref-load: the Hugging Face folder of the reference model.")
+        shape = model_shape(config.model.ref_load)
+        if replace(shape, path=self._shape.path) != self._shape:
+            raise ConfigError(
+                f"the reference model {shape.path} has another shape than {self._shape.path}; it must be of the same architecture."
+            )
+        reference = build_model(self._args, self._model_config)
+        self._fill(reference, config.model.ref_load)
+        return reference.requires_grad_(False).eval()
+
+    def _load_custom_loss(self) -> Any:
+        algorithm = self._config.algorithm
+        if algorithm.loss_type != "custom_loss" or algorithm.custom_loss_function_path is None:
+            return None
+        return load_hook(algorithm.custom_loss_function_path, "custom_loss_function_path")
+
+    @property
+    def _multiple(self) -> int:
+        """Packs are padded to a multiple of this: sequence parallelism splits them evenly."""
+        return parallel_state.get_tensor_model_parallel_world_size() if self._args.sequence_parallel else 1
+
+    @property
+    def _per_token(self) -> bool:
+        return self._config.algorithm.calculate_per_token_loss
+
+    def _to_device(self, packed: PackedBatch) -> PackedBatch:
+        return packed if self._platform.is_cpu else packed.to(self._platform.device)
+
+    def _pack(self, batch: TrainBatch, plan: StepPlan, micro: Sequence[int]) -> PackedBatch:
+        samples = [batch.samples[i] for i in micro]
+        return self._to_device(pack(samples, plan, per_token=self._per_token, multiple_of=self._multiple))
+
+    def _with_advantages(self, batch: TrainBatch, plans: list[list[PackedBatch]]) -> list[list[PackedBatch]]:
+        algorithm = self._config.algorithm
+        if not algorithm.compute_advantages_and_returns or algorithm.loss_type == "sft_loss":
+            return plans
+
+        def over_ranks(sums: torch.Tensor) -> torch.Tensor:
+            total = sums.to(self._platform.device)
+            dist.all_reduce(total, group=self._dp_group)
+            return total.cpu()
+
+        values = compute_advantages(batch.samples, algorithm, sum_over_ranks=over_ranks)
+        return [
+            [
+                packed.with_token_values(advantages=[values[i] for i in micro])
+                for packed, micro in zip(step, plan.micro_batches, strict=True)
+            ]
+            for step, plan in zip(plans, batch.steps, strict=True)
+        ]
+
+    def _with_log_probs(self, model: torch.nn.Module, plans: list[list[PackedBatch]], name: str) -> list[list[PackedBatch]]:
+        """The log-probs of all micro-batches of all steps under `model`, as the field `name`."""
+
+        def read(logits: torch.Tensor, packed: PackedBatch) -> torch.Tensor:
+            return packed_log_probs(
+                logits, packed, temperature=self._temperature, tp_group=self._tp_group, vocab_size=self._shape.vocab_size
+            )[0]
+
+        flat = iter(forward_each(model, [packed for step in plans for packed in step], read))
+        return [[packed.with_token_values(**{name: next(flat)}) for packed in step] for step in plans]
+
+    @property
+    def _temperature(self) -> float:
+        return self._config.rollout.rollout_temperature
+
+    def _optimizer_step(self, packed: list[PackedBatch], batch: TrainBatch) -> dict[str, float]:
+        """One optimizer step; its metrics without prefix."""
+
+        def loss(logits: torch.Tensor, micro: PackedBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            return loss_from_logits(
+                logits, micro, self._config.algorithm, temperature=self._temperature, tp_group=self._tp_group,
+                vocab_size=self._shape.vocab_size, custom_loss=self._custom_loss, args=self._config.args,
+            )  # fmt: skip
+
+        self._model.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        parts = forward_backward(self._model, packed, loss)
+        metrics = sum_metrics(parts, self._dp_group)
+        self._optimizer.prepare_grads()
+        norm = float(self._optimizer.get_grad_norm())
+        if self._args.check_for_nan_in_loss_and_grad:
+            self._check_finite(metrics["loss"], norm, packed, parts, batch)
+        self._optimizer.step()
+        self._schedule.step(1)
+        self._step += 1
+        return metrics | {"grad_norm": norm, "lr-pg_0": float(get_canonical_lr_for_logging(self._optimizer.param_groups) or 0.0)}
+
+    def _check_finite(
+        self, loss: float, norm: float, packed: list[PackedBatch], parts: list[dict[str, torch.Tensor]], batch: TrainBatch
+    ) -> None:
+        """Raise the same TrainerError on all ranks when loss or gradient norm is not finite, before the weights change."""
+        if math.isfinite(loss) and math.isfinite(norm):
+            return
+        mine = [i for micro, part in zip(packed, parts, strict=True) if not torch.isfinite(part["loss"]) for i in micro.sample_ids]
+        if math.isfinite(loss):
+            mine = [i for micro in packed for i in micro.sample_ids]
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, mine)
+        ids = sorted({i for part in found for i in part})
+        shown = ", ".join(map(str, ids[:NAMES_SHOWN])) + (f" and {len(ids) - NAMES_SHOWN} more" if len(ids) > NAMES_SHOWN else "")
+        raise TrainerError(
+            f"loss {loss} and gradient norm {norm} at optimizer step {self._step} of rollout {batch.rollout_id}: not finite. "
+            f"The weights are as before this step. Samples concerned: {shown or 'none by themselves'}. "
+            "Look at their rewards and log-probs, or lower --lr."
+        )
+
+    @contextmanager
+    def _timed(self, seconds: dict[str, float], name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        if not self._platform.is_cpu:
+            torch.cuda.synchronize()
+        seconds[name] += time.perf_counter() - started
+
+    def _slowest(self, seconds: dict[str, float]) -> dict[str, float]:
+        """perf/X_time: seconds of the slowest rank in each phase."""
+        names = sorted(seconds)
+        values = torch.tensor([seconds[name] for name in names], dtype=torch.float64, device=self._platform.device)
+        dist.all_reduce(values, op=dist.ReduceOp.MAX)
+        return {f"perf/{name}_time": value for name, value in zip(names, values.tolist(), strict=True)}
+
+    def _throughput(self, batch: TrainBatch, seconds: dict[str, float]) -> dict[str, float]:
+        tokens = torch.tensor(float(sum(s.length for s in batch.samples)), dtype=torch.float64, device=self._platform.device)
+        dist.all_reduce(tokens, group=self._dp_group)
+        rate = torch.tensor(float(tokens) / max(seconds["actor_train"], 1e-9), dtype=torch.float64, device=self._platform.device)
+        dist.all_reduce(rate, op=dist.ReduceOp.MIN)
+        return {"perf/actor_train_tok_per_s": float(rate)}
+
+    def _write_folder(self, path: Path, weights: dict[str, torch.Tensor]) -> None:
+        source = Path(str(self._config.model.hf_checkpoint))
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source / "config.json", path / "config.json")
+            for pattern in COPIED:
+                for file in source.glob(pattern):
+                    shutil.copyfile(file, path / file.name)
+            save_file(weights, str(path / "model.safetensors"), metadata={"format": "pt"})
+        except OSError as error:
+            raise ResourceError(
+                f"the Hugging Face folder {path} could not be written ({error}). Check the space and the rights there."
+            ) from error
