@@ -1,72 +1,120 @@
-"""Two engines behind one router: one sync for both, requests on both, and what a dead one does to a sync."""
+"""Two engines behind one router, the second of them owned by a process that is killed in the end."""
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-from tests.integration.conftest import START_SECONDS, engine_config
 from tests.integration.vllm.conftest import PROBE
 from vime.backends.megatron_utils.update_weight.sync import WeightUpdater
 from vime.backends.vllm_utils.router import RouterServer
-from vime.backends.vllm_utils.server import EngineServer
-from vime.backends.weight_transfer.control import EngineControl
+from vime.backends.weight_transfer.control import EngineControl, EngineEndpoint
 from vime.config.sections import WeightUpdateConfig
 from vime.errors import EngineError
 
 pytestmark = pytest.mark.integration
 
+OWNER = """
+import dataclasses, json, pathlib, sys
+from tests.integration.conftest import START_SECONDS, engine_config
+from vime.backends.vllm_utils.server import EngineServer
+server = EngineServer(engine_config(pathlib.Path(sys.argv[1])), index=1, log_path=pathlib.Path(sys.argv[2]), run_id="tests")
+print(json.dumps(dataclasses.asdict(server.wait_healthy(START_SECONDS))), flush=True)
+sys.stdin.read()
+"""
+
+
+class Owner:
+    """A process with an engine of its own."""
+
+    def __init__(self, model: Path, folder: Path) -> None:
+        self.scratch = Path(tempfile.mkdtemp(dir="/tmp", prefix="vt"))  # a short path: engines keep sockets in there
+        log = folder / "engine_1.log"
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", OWNER, str(model), str(log)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=dict(os.environ, TMPDIR=str(self.scratch), PYTHONPATH=str(Path(__file__).parents[3])),
+        )
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, log.read_text()[-3000:]
+        self.endpoint = EngineEndpoint(**json.loads(line))
+        self.tree = psutil.Process(self.process.pid).children(recursive=True)
+        self.segments = {path for process in self.tree for path in mapped_segments(process)}
+
+    def kill(self) -> None:
+        """kill -9 of the owner alone."""
+        if self.process.poll() is None:
+            os.kill(self.process.pid, signal.SIGKILL)
+        self.process.communicate()
+
+
+def mapped_segments(process: psutil.Process) -> set[Path]:
+    """Shared memory that a process has mapped and that has a name."""
+    text = Path(f"/proc/{process.pid}/maps").read_text()
+    return {Path(path) for path in re.findall(r"(/dev/shm/\S+)$", text, re.MULTILINE)}
+
 
 @pytest.fixture(scope="module")
-def second(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineServer]:
-    """Another engine on the same model."""
-    log = tmp_path_factory.mktemp("second") / "engine_1.log"
-    server = EngineServer(engine_config(tiny_model), index=1, log_path=log, run_id="tests")
-    try:
-        server.wait_healthy(START_SECONDS)
-        yield server
-    finally:
-        server.stop()
-
-
-def finished_requests(control: EngineControl) -> int:
-    """Requests that the engine has completed since it started."""
-    _, text = control._once("GET", "/metrics", None, 5.0)
-    lines = [line for line in text.decode().splitlines() if line.startswith("vllm:request_success_total")]
-    return round(sum(float(line.rsplit(" ", 1)[1]) for line in lines))
+def second(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Owner]:
+    """Another engine on the same model, and its owner."""
+    owner = Owner(tiny_model, tmp_path_factory.mktemp("second"))
+    yield owner
+    owner.kill()
+    shutil.rmtree(owner.scratch, ignore_errors=True)
 
 
 def test_both_engines_get_the_weights_and_the_requests(
-    trainer: Any, second: EngineServer, router: RouterServer, next_version: Callable[[], int]
+    trainer: Any, second: Owner, router: RouterServer, next_version: Callable[[], int]
 ) -> None:
-    engines = [trainer.engine, second]
+    endpoints = [trainer.engine.endpoint, second.endpoint]
     trainer.draw(11)
     version = next_version()
-    updater = WeightUpdater([server.endpoint for server in engines], WeightUpdateConfig(), run_id="tests")
+    updater = WeightUpdater(endpoints, WeightUpdateConfig(), run_id="tests")
     report = updater.update(version, iter(trainer.buckets(5)), PROBE, trainer.log_probs)
     assert report.num_bytes == 2 * sum(tensor.nbytes for bucket in trainer.buckets(100) for _, tensor in bucket)
 
     router.add_worker(second.endpoint.url)
-    before = [finished_requests(server.control) for server in engines]
-    params = {"max_tokens": 3, "temperature": 1.0, "logprobs": 0, "ignore_eos": True}
+    engines = [EngineControl.of(endpoint) for endpoint in endpoints]
+    before = [engine.metric("vllm:request_success_total") for engine in engines]
     client = EngineControl(router.url, "none")
     versions: Counter[str] = Counter()
     for seed in range(8):
-        body = {"token_ids": [9, 8, 7], "sampling_params": params | {"seed": seed}}
-        choice = client.call("POST", "/inference/v1/generate", body)["choices"][0]
+        params = {"max_tokens": 3, "temperature": 1.0, "logprobs": 0, "ignore_eos": True, "seed": seed}
+        choice = client.call("POST", "/inference/v1/generate", {"token_ids": [9, 8, 7], "sampling_params": params})["choices"][0]
         versions.update(span["version"] for span in choice["weight_versions"])
     router.remove_worker(second.endpoint.url)
-    served = [finished_requests(server.control) - earlier for server, earlier in zip(engines, before, strict=True)]
+    served = [engine.metric("vllm:request_success_total") - earlier for engine, earlier in zip(engines, before, strict=True)]
     assert versions == {str(version): 8}
     assert served == [4, 4]
 
 
-def test_a_sync_with_a_dead_engine_names_it_and_resumes_none(trainer: Any, second: EngineServer, next_version: Callable[[], int]) -> None:
-    second.stop()
+def test_killing_an_engines_owner_leaves_nothing_and_the_next_sync_names_the_engine(
+    trainer: Any, second: Owner, next_version: Callable[[], int]
+) -> None:
+    assert len(second.tree) >= 4, [process.name() for process in second.tree]  # supervisor, API server, EngineCore, worker
+    assert second.segments
+    second.kill()
+    _, alive = psutil.wait_procs(second.tree, timeout=20)
+    assert alive == []
+    assert [path for path in second.segments if path.exists()] == []
+    assert [path.name for path in second.scratch.iterdir() if not path.name.startswith("torchinductor")] == []
+
     updater = WeightUpdater([trainer.engine.endpoint, second.endpoint], WeightUpdateConfig(), run_id="tests")
     with pytest.raises(EngineError, match=r"engine 1 at .* cannot be reached.*engine 0, engine 1 stay paused"):
         updater.update(next_version(), iter(trainer.buckets(5)), PROBE, trainer.log_probs)

@@ -58,7 +58,7 @@ def test_a_request_in_flight_goes_on_under_the_new_version(trainer: Any) -> None
     thread = threading.Thread(target=lambda: answers.append(generate(control, 450)))
     thread.start()
     deadline = time.monotonic() + 20.0
-    while not running_requests(control) and time.monotonic() < deadline:
+    while not control.metric("vllm:num_requests_running") and time.monotonic() < deadline:
         thread.join(0.02)
     trainer.draw(3)
     trainer.send()
@@ -68,12 +68,6 @@ def test_a_request_in_flight_goes_on_under_the_new_version(trainer: Any) -> None
     assert spans[0]["start"] == 0
     assert spans[0]["end"] == spans[1]["start"]
     assert spans[1]["end"] == len(answers[0]["token_ids"]) == 450
-
-
-def running_requests(control: EngineControl) -> float:
-    _, text = control._once("GET", "/metrics", None, 5.0)
-    lines = [line for line in text.decode().splitlines() if line.startswith("vllm:num_requests_running")]
-    return float(lines[0].rsplit(" ", 1)[1])
 
 
 class FlipOneByte(WeightUpdater):

@@ -74,9 +74,9 @@ def engine_environment(config: RunConfig, *, secret: str) -> dict[str, str]:
         SECRET_ENV: secret,
         "VLLM_SERVER_DEV_MODE": "1",  # serves the control endpoints; the guard keeps them ours
         "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
     }
+    env.setdefault("HF_HUB_OFFLINE", "1")  # a model is a folder here; a name that is none must not start a download
     env.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}"))
     if runs_on_cpu(config):
         env |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # more threads only spin against EngineCore and the trainer

@@ -146,6 +146,19 @@ class EngineControl:
         answer = self.call("POST", "/abort_requests", {"request_ids": list(request_ids)}, seconds=seconds)
         return int(answer.get("aborted", 0))
 
+    def metric(self, name: str, seconds: float = 5.0) -> float:
+        """One of the engine's Prometheus metrics, summed over its labels; 0 when there is none. Example: "vllm:num_requests_running"."""
+        try:
+            status, text = self._once("GET", "/metrics", None, seconds)
+        except TimeoutError as error:
+            raise DeadlineError(peer=f"{self.name} at {self.url}", phase="/metrics", seconds=seconds) from error
+        except (OSError, http.client.HTTPException) as error:
+            raise EngineError(f"{self.name} at {self.url} cannot be reached for its metrics: {error!r}.") from error
+        if status != 200:
+            raise EngineError(f"{self.name} at {self.url}, GET /metrics: answered {status}.")
+        lines = [line for line in text.decode().splitlines() if line.startswith((f"{name}{{", f"{name} "))]
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
     def prompt_log_probs(self, tokens: list[int], seconds: float | None = None) -> tuple[list[float], str]:
         """Natural log-probability of tokens[1:], each given its prefix [len - 1], and the weight version they belong to."""
         params = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}

@@ -40,7 +40,7 @@ class Handler(BaseHTTPRequestHandler):
         if answer is None:
             self.server.over.wait(20.0)
             return
-        data = json.dumps(answer[1]).encode()
+        data = answer[1] if isinstance(answer[1], bytes) else json.dumps(answer[1]).encode()
         self.send_response(answer[0])
         self.send_header("content-length", str(len(data)))
         self.end_headers()
@@ -123,6 +123,12 @@ def test_prompt_log_probs_are_those_of_the_prompts_own_tokens(server: Script, co
     choice = {"weight_versions": [{"version": "2", "start": 0, "end": 1}]}
     server.answers = [(200, {"prompt_logprobs": rows, "choices": [choice]})]
     assert control.prompt_log_probs([5, 6, 7]) == ([-1.5, -2.5], "2")
+
+
+def test_a_metric_is_summed_over_its_labels(server: Script, control: EngineControl) -> None:
+    server.answers = [(200, b'# HELP a text\na{engine="0"} 2.0\na{engine="1"} 3.5\na_total{engine="0"} 9\n')]
+    assert control.metric("a") == 5.5
+    assert control.metric("b") == 0.0
 
 
 def test_a_cache_that_cannot_be_reset_is_an_error(server: Script, control: EngineControl) -> None:
