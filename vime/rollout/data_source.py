@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import logging
 import os
 import random
 from pathlib import Path
@@ -23,6 +24,8 @@ from vime.rollout.rm_hub.registry import needs_label
 from vime.utils.types import Sample
 
 __all__ = ["DataSource", "RolloutDataSource", "RolloutDataSourceWithBuffer"]
+
+logger = logging.getLogger(__name__)
 
 FORMAT = 1  # of the saved state
 
@@ -71,6 +74,13 @@ class RolloutDataSource:
         if args.prompt_data is not None:
             loaded = load_prompts(args.prompt_data, PromptFormat.of(args, needs_label=needs_label()), self.resources.tokenizer)
             self._prompts, self.num_dropped = loaded.samples, loaded.num_dropped
+            if self.num_dropped:
+                logger.warning(
+                    "%s: %d of %d prompts are longer than --rollout-max-prompt-len (default: context - 1) and were dropped.",
+                    args.prompt_data,
+                    self.num_dropped,
+                    self.num_dropped + len(self._prompts),
+                )
         self._order = self._permutation(self.epoch_id)
 
     def __len__(self) -> int:

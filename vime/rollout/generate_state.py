@@ -7,7 +7,6 @@ a new one.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from contextvars import ContextVar
@@ -18,7 +17,7 @@ from vime.hooks import accepts, load_hook
 from vime.rollout.engine_client import EngineClient
 from vime.rollout.resources import RolloutResources
 from vime.rollout.rm_hub.scoring import REWARD_WORKERS
-from vime.utils.http_utils import HttpScope, RetryPolicy, use_scope
+from vime.utils.http_utils import HttpScope, RequestLimit, RetryPolicy, use_scope
 
 __all__ = ["GenerateState"]
 
@@ -30,7 +29,7 @@ class GenerateState:
 
     args: Any
     resources: RolloutResources
-    semaphore: asyncio.Semaphore  # requests in flight; held by `generate` and `post` while a request runs, by nobody else
+    semaphore: RequestLimit  # requests in flight; held by `generate` and `post` while a request runs, by nobody else
     client: EngineClient
     sampling_params: dict[str, Any]  # slime's names
     aborted: bool
@@ -48,7 +47,7 @@ class GenerateState:
         self.args = args
         self.resources = resources
         self.aborted = False
-        self.semaphore = asyncio.Semaphore(args.vllm_server_concurrency * max(1, args.num_engines))
+        self.semaphore = RequestLimit(args.vllm_server_concurrency * max(1, args.num_engines))
         self.client = EngineClient(
             HttpScope(
                 base_url=router_url(args),

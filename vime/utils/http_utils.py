@@ -21,7 +21,7 @@ import aiohttp
 
 from vime.errors import DeadlineError, EngineError
 
-__all__ = ["HttpScope", "RetryPolicy", "current_scope", "get", "post", "request_json", "use_scope"]
+__all__ = ["HttpScope", "RequestLimit", "RetryPolicy", "current_scope", "get", "post", "request_json", "use_scope"]
 
 BODY_SHOWN = 2000  # characters of a server's error that a message repeats
 
@@ -41,12 +41,34 @@ class RetryPolicy:
         return seconds * random.uniform(0.5, 1.0) if self.jitter else seconds
 
 
+class RequestLimit(asyncio.Semaphore):
+    """A semaphore that a task which holds it already may enter again: a plug-in that takes `state.semaphore` around its
+    own requests cannot lock itself out."""
+
+    def __init__(self, value: int) -> None:
+        super().__init__(value)
+        self._depth: dict[asyncio.Task[Any] | None, int] = {}
+
+    async def __aenter__(self) -> None:
+        task = asyncio.current_task()
+        if task not in self._depth:
+            await self.acquire()
+        self._depth[task] = self._depth.get(task, 0) + 1
+
+    async def __aexit__(self, *_: object) -> None:
+        task = asyncio.current_task()
+        self._depth[task] -= 1
+        if not self._depth[task]:
+            del self._depth[task]
+            self.release()
+
+
 @dataclass(slots=True, kw_only=True)
 class HttpScope:
     """One session, and a limit on requests in flight to one server. Belongs to one event loop."""
 
     base_url: str  # requests to this server are limited; others are not
-    limit: asyncio.Semaphore
+    limit: RequestLimit
     policy: RetryPolicy = field(default_factory=RetryPolicy)
     session: aiohttp.ClientSession | None = None
 

@@ -142,3 +142,11 @@ def test_without_prompt_data_groups_hold_empty_samples(model_dir: Path) -> None:
     source = RolloutDataSource(make_args(hf_checkpoint=str(model_dir), n_samples_per_prompt=2))
     assert len(source) == 0
     assert [[sample.prompt for sample in group] for group in source.get_samples(2)] == [["", ""], ["", ""]]
+
+
+def test_dropped_prompts_are_counted_and_said(model_dir: Path, args: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "long.jsonl"
+    file.write_text('{"input": "short"}\n{"input": "much longer than that"}\n')
+    source = RolloutDataSource(make_args(hf_checkpoint=str(model_dir), prompt_data=str(file), rollout_max_prompt_len=8))
+    assert (len(source), source.num_dropped) == (1, 1)
+    assert "1 of 2 prompts are longer" in caplog.text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 from typing import Any
 
@@ -12,7 +11,7 @@ from aiohttp import web
 from tests.unit.rollout.support import run, serving
 from vime.errors import EngineError, GenerationError
 from vime.rollout.engine_client import EngineClient, derive_seed, engine_sampling_params, parse_reply
-from vime.utils.http_utils import HttpScope, RetryPolicy
+from vime.utils.http_utils import HttpScope, RequestLimit, RetryPolicy
 from vime.utils.types import Sample
 
 SLIME_PARAMS = {
@@ -109,7 +108,7 @@ def test_slimes_parameters_become_vllms() -> None:
 def test_a_retry_leaves_the_session_header_out_so_that_the_router_may_choose_another_engine() -> None:
     async def attempt() -> tuple[Any, list[Any]]:
         async with serving(lambda body, n: GOOD if n else web.Response(status=502)) as server:
-            scope = HttpScope(base_url=server.url, limit=asyncio.Semaphore(1), policy=RetryPolicy(retries=1, backoff=0.001))
+            scope = HttpScope(base_url=server.url, limit=RequestLimit(1), policy=RetryPolicy(retries=1, backoff=0.001))
             got = await EngineClient(scope).generate([1, 2], SLIME_PARAMS, session_id="s1")
             await scope.close()
             return got, [headers.get("x-session-id") for headers in server.headers]

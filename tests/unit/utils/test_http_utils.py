@@ -10,7 +10,7 @@ from aiohttp import web
 
 from tests.unit.rollout.support import run, serving
 from vime.errors import DeadlineError, EngineError
-from vime.utils.http_utils import HttpScope, RetryPolicy, get, post, use_scope
+from vime.utils.http_utils import HttpScope, RequestLimit, RetryPolicy, get, post, use_scope
 
 QUICK = RetryPolicy(timeout=5.0, retries=3, backoff=0.001)
 
@@ -18,7 +18,7 @@ QUICK = RetryPolicy(timeout=5.0, retries=3, backoff=0.001)
 async def post_with(answer: Any, policy: RetryPolicy = QUICK, **kwargs: Any) -> tuple[Any, int]:
     """What `post` gives or raises, and how many requests the server saw."""
     async with serving(answer) as server:
-        scope = HttpScope(base_url=server.url, limit=asyncio.Semaphore(4), policy=policy)
+        scope = HttpScope(base_url=server.url, limit=RequestLimit(4), policy=policy)
         with use_scope(scope):
             try:
                 result = await post(server.url + "/x", {"a": 1}, **kwargs)
@@ -109,7 +109,7 @@ def test_requests_to_the_router_hold_a_slot_and_others_do_not() -> None:
 
         async with serving(lambda body, n: answer()) as server:
             base = server.url if same_server else "http://127.0.0.1:1"
-            scope = HttpScope(base_url=base, limit=asyncio.Semaphore(limit), policy=QUICK)
+            scope = HttpScope(base_url=base, limit=RequestLimit(limit), policy=QUICK)
             with use_scope(scope):
                 await asyncio.gather(*(post(server.url, {}) for _ in range(requests)))
             await scope.close()
@@ -117,6 +117,24 @@ def test_requests_to_the_router_hold_a_slot_and_others_do_not() -> None:
 
     assert run(counted(2, 6, same_server=True)) == 2
     assert run(counted(2, 6, same_server=False)) == 6
+
+
+def test_a_plug_in_that_holds_a_slot_itself_is_not_locked_out() -> None:
+    async def one(scope: HttpScope, url: str) -> Any:
+        async with scope.limit:
+            return await post(url, {})
+
+    async def attempt() -> tuple[list[Any], int]:
+        async with serving(lambda body, n: n) as server:
+            scope = HttpScope(base_url=server.url, limit=RequestLimit(2), policy=QUICK)
+            with use_scope(scope):
+                replies = await asyncio.gather(*(one(scope, server.url) for _ in range(6)))
+            await scope.close()
+            return sorted(replies), server.most_in_flight
+
+    replies, most = run(attempt())
+    assert replies == list(range(6))
+    assert most <= 2
 
 
 def test_get_reads_json() -> None:

@@ -161,7 +161,7 @@ def test_a_verifier_that_hangs_is_ended_counted_and_replaced() -> None:
         await workers.score("math", r"\boxed{1}", "1", {})  # started and imported
         children = _children()
         os.kill(children[0], signal.SIGSTOP)  # a process that no longer answers
-        with pytest.raises(GenerationError, match=r"did not judge an answer within 3 s"):
+        with pytest.raises(GenerationError, match=r"its worker did not judge within 3 s on an answer"):
             await workers.score("math", r"\boxed{1}", "1", {})
         assert children[0] not in _children()
         return await workers.score("math", r"\boxed{1}", "1", {})
@@ -169,11 +169,29 @@ def test_a_verifier_that_hangs_is_ended_counted_and_replaced() -> None:
     assert with_workers(work, timeout=3.0) == 1.0
 
 
+def test_answers_behind_one_that_hangs_are_judged_by_the_next_worker() -> None:
+    async def work(workers: RewardWorkers) -> list[Any]:
+        await workers.score("math", r"\boxed{1}", "1", {})
+        os.kill(_children()[0], signal.SIGSTOP)
+        asked = (workers.score("math", r"\boxed{1}", label, {}) for label in (1, 2, 1, 2))
+        return list(await asyncio.gather(*asked, return_exceptions=True))
+
+    hung, *others = with_workers(work, timeout=3.0)
+    assert isinstance(hung, GenerationError)
+    assert others == [0.0, 1.0, 0.0]
+
+
+def test_answers_longer_than_a_pipe_holds_are_judged() -> None:
+    long = "x = 1, " * 30_000 + r"\boxed{1}"
+    work = lambda workers: asyncio.gather(*(workers.score("math", long, "1", {}) for _ in range(3)))  # noqa: E731
+    assert with_workers(work) == [1.0, 1.0, 1.0]
+
+
 def test_a_verifier_that_dies_is_a_failure_and_the_next_answer_is_judged() -> None:
     async def work(workers: RewardWorkers) -> Any:
         await workers.score("math", r"\boxed{1}", "1", {})
         os.kill(_children()[0], signal.SIGKILL)
-        with pytest.raises(GenerationError, match="worker of reward 'math'"):
+        with pytest.raises(GenerationError, match="its worker died"):
             await workers.score("math", r"\boxed{1}", "1", {})
         return await workers.score("math", r"\boxed{1}", "1", {})
 
