@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import select
 import signal
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -203,14 +206,34 @@ def test_no_process_is_left_after_close() -> None:
     assert _children() == []
 
 
-def _children() -> list[int]:
-    """Reward workers of this process."""
+def test_a_killed_parent_leaves_no_worker() -> None:
+    code = (
+        "import asyncio, sys; from vime.rollout.rm_hub.workers import RewardWorkers; workers = RewardWorkers(count=1)\n"
+        "print(asyncio.run(workers.score('math', r'\\boxed{1}', '1', {})), flush=True); sys.stdin.read()"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    assert parent.stdout.readline() == b"1.0\n"
+    (worker,) = _children(parent.pid)
+    watched = os.pidfd_open(worker)
+    parent.kill()
+    parent.wait()
+    ended, _, _ = select.select([watched], [], [], 10.0)  # readable when the process is gone
+    os.close(watched)
+    for pipe in (parent.stdin, parent.stdout):
+        assert pipe is not None
+        pipe.close()
+    assert ended
+
+
+def _children(of: int | None = None) -> list[int]:
+    """Reward workers of a process; default: this one."""
     found = []
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
             with open(f"/proc/{name}/stat") as stat, open(f"/proc/{name}/cmdline") as command:
                 parent = int(stat.read().rpartition(")")[2].split()[1])
-                if parent == os.getpid() and "worker_main" in command.read():
+                if parent == (of or os.getpid()) and "worker_main" in command.read():
                     found.append(int(name))
         except (FileNotFoundError, ProcessLookupError):
             continue
