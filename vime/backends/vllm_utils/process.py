@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -13,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from vime.backends.vllm_utils.supervisor import mapped_segments
 from vime.errors import DeadlineError, EngineError, ResourceError
 
 __all__ = ["LOOPBACK", "PortClaim", "ServerProcess", "new_secret"]
@@ -140,6 +143,34 @@ class ServerProcess:
         try:
             self._process.wait(limit)
         except subprocess.TimeoutExpired as error:
-            raise DeadlineError(
-                peer=self.name, phase="stop", seconds=limit, cure=f"Look at process {self.pid} and its children."
-            ) from error
+            cure = f"Look at process {self.pid} and its children."
+            raise DeadlineError(peer=self.name, phase="stop", seconds=limit, cure=cure) from error
+        if self._process.returncode < 0:
+            self._sweep()
+
+    def _sweep(self) -> None:
+        """The supervisor itself was killed: do its work. Our processes are known by their scratch folder."""
+        mark = f"TMPDIR={self._scratch}".encode()
+        deadline = time.monotonic() + _STOP_MARGIN
+        segments: set[str] = set()
+        while left := _processes_with(mark):
+            segments |= mapped_segments(left)
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            if time.monotonic() > deadline:
+                raise DeadlineError(peer=self.name, phase="stop", seconds=_STOP_MARGIN, progress=f"still there: {left}")
+            time.sleep(_PROBE_INTERVAL)  # they are no children of ours: the kernel tells us nothing
+        for path in segments:
+            Path(path).unlink(missing_ok=True)
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
+
+def _processes_with(mark: bytes) -> list[int]:
+    """Living processes (no zombies) that have `mark` in their environment."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if mark in (folder / "environ").read_bytes().split(b"\0"):
+                found.append(int(folder.name))
+    return found

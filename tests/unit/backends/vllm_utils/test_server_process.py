@@ -84,6 +84,17 @@ def test_the_tree_dies_with_us(tmp_path: Path, segment: Path) -> None:
     assert not segment.exists()
 
 
+def test_stop_ends_the_tree_even_when_the_supervisor_was_killed(tmp_path: Path, segment: Path) -> None:
+    server = start(tmp_path, STUBBORN, segment.name)
+    tree = wait(server, "ready")
+    os.kill(server.pid, signal.SIGKILL)
+    scratch = Path(server._scratch)
+    server.stop()
+    assert server.poll() == -9
+    assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in tree)
+    assert not scratch.exists()
+
+
 def test_a_child_that_dies_while_starting_is_told_at_once_with_its_last_words(tmp_path: Path) -> None:
     server = start(tmp_path, "import sys; print('no such weights'); sys.exit(3)")
     with pytest.raises(EngineError, match=r"a server ended with status 3 before it was ready\. Cure\.\n.*\nno such weights"):
