@@ -28,6 +28,7 @@ from vime.ray.cluster import Cluster
 from vime.ray.placement_group import create_placement_groups
 from vime.ray.rollout import RolloutClient
 from vime.ray.supervisor import Supervisor
+from vime.rollout.check import check_prompt_files
 from vime.types import WeightSyncReport
 
 __all__ = ["train"]
@@ -39,6 +40,7 @@ def train(config: RunConfig) -> None:
     """Run to the end. Raises VimeError; whatever happens, no process of the run is left."""
     begun = time.monotonic()
     check_all(config)
+    check_prompt_files(config.args)
     commit = find_start(config)
     log_dir = run_folder(config)
     memory = MemoryMonitor()

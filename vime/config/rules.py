@@ -55,7 +55,7 @@ def _batches(config: RunConfig) -> Iterator[str]:
     if data.num_steps_per_rollout is not None and rollouts % data.num_steps_per_rollout:
         yield f"--num-steps-per-rollout {data.num_steps_per_rollout} does not divide the {rollouts} rollouts of a step (prompts x samples)."
     if data.global_batch_size is not None and rollouts % data.global_batch_size:
-        yield f"--global-batch-size {data.global_batch_size} does not divide the {rollouts} rollouts of a step (prompts x samples): some would not be trained."
+        yield f"--global-batch-size {data.global_batch_size} does not divide the {rollouts} rollouts of a step (prompts x samples)."
     if data.use_dynamic_batch_size != (data.max_tokens_per_gpu is not None):
         yield "--use-dynamic-batch-size and --max-tokens-per-gpu go together: the budget has no effect alone, and packing needs one."
     if data.use_dynamic_batch_size and data.micro_batch_size != 1:
@@ -86,7 +86,7 @@ def _algorithm(config: RunConfig) -> Iterator[str]:
             if getattr(alg, name) is not None:
                 yield f"--{name.replace('_', '-')} has no effect with --loss-type sft_loss: leave it out."
     elif policy and not alg.compute_advantages_and_returns:
-        yield "--disable-compute-advantages-and-returns leaves --loss-type policy_loss without advantages: use it with sft_loss or custom_loss."
+        yield "--disable-compute-advantages-and-returns leaves --loss-type policy_loss without advantages: it goes with sft_loss or custom_loss."
 
 
 def _rollout(config: RunConfig) -> Iterator[str]:
@@ -103,11 +103,14 @@ def _rollout(config: RunConfig) -> Iterator[str]:
         yield "--vllm-... and --router-... have no effect with --debug-train-only: there are no engines."
     if reward.rm_type is not None and reward.custom_rm_path is not None:
         yield "--rm-type and --custom-rm-path both give the reward: leave one out."
+    if (reward.rm_url is not None) and reward.rm_type != "remote_rm":
+        yield "--rm-url has no effect without --rm-type remote_rm: leave it out, or add that."
     if reward.group_rm and reward.custom_rm_path is None:
         yield "--group-rm needs --custom-rm-path: built-in rewards score one sample at a time."
     context = rollout.rollout_max_context_len
     if context is not None and rollout.rollout_max_prompt_len is not None and rollout.rollout_max_prompt_len >= context:
-        yield f"--rollout-max-prompt-len {rollout.rollout_max_prompt_len} leaves no room for a response in --rollout-max-context-len {context}."
+        length = rollout.rollout_max_prompt_len
+        yield f"--rollout-max-prompt-len {length} leaves no room for a response in --rollout-max-context-len {context}."
     if (config.engine.vllm_router_ip is None) != (config.engine.vllm_router_port is None):
         yield "--vllm-router-ip and --vllm-router-port go together."
     if config.engine.vllm_router_ip is not None and config.router_tokens:

@@ -105,7 +105,7 @@ class RolloutConfig:
     rollout_stop: list[str] = opt([], "Stop strings.", many=True, type=str)
     rollout_stop_token_ids: list[int] = opt([], "Stop token ids.", many=True, type=int)
     over_sampling_batch_size: int | None = opt(
-        None, "Prompts fetched at a time while a batch is filled; default: rollout_batch_size.", type=int, ge=1
+        None, "Prompts fetched at a time while a batch is filled; default: as many as are missing.", type=int, ge=1
     )
     dynamic_sampling_filter_path: str | None = opt(
         None, "Keep or drop a finished group: fn(args, group) -> bool or DynamicFilterOutput.", type=str
@@ -122,6 +122,7 @@ class RewardConfig:
 
     rm_type: str | None = opt(None, "Built-in reward (see docs/rewards.md).", type=str)
     custom_rm_path: str | None = opt(None, "Your reward: async fn(args, sample) -> float or dict.", type=str)
+    rm_url: str | None = opt(None, "Address that --rm-type remote_rm posts {prompt, response, label} to.", type=str)
     group_rm: bool = opt(False, "Score a whole group at once: async fn(args, samples) -> list.")
     reward_key: str | None = opt(None, "Which entry of a dict reward is the number.", type=str)
     eval_reward_key: str | None = opt(None, "The same for evaluation; default: --reward-key.", type=str)

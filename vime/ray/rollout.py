@@ -18,7 +18,7 @@ import ray
 from vime.backends.vllm_utils.router import RouterServer
 from vime.config import RunConfig
 from vime.errors import EngineError
-from vime.hooks import load_hook
+from vime.hooks import hook_errors, load_hook
 from vime.packing.build import build_train_batches, packing_metrics
 from vime.ray.process import WatchedActor, watched_actor
 from vime.ray.supervisor import Supervisor
@@ -99,13 +99,21 @@ class RolloutManager(WatchedActor):
             reward=config.reward,
             dp_size=config.data_parallel_size,
             args=self._args,
-            processed_rewards=self._post_process(self._args, samples) if self._post_process else None,
+            processed_rewards=self._processed_rewards(samples),
         )
         return Generated(
             refs=[ray.put(batch) for batch in batches],
             metrics=dict(output.metrics) | packing_metrics(batches, config.data),
             samples=[_readable(s) for s in samples[: self._config.logging.log_samples]],
         )
+
+    def _processed_rewards(self, samples: list[Sample]) -> Any:
+        """(raw, rewards) of the user's function; None when there is none and groups are normalised."""
+        if self._post_process is None:
+            return None
+        path = self._config.reward.custom_reward_post_process_path
+        with hook_errors("--custom-reward-post-process-path", str(path), self._post_process):
+            return self._post_process(self._args, samples)
 
     def evaluate(self, rollout_id: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Metrics and a few readable samples of the held-out files."""
@@ -124,6 +132,8 @@ class RolloutManager(WatchedActor):
     def stop(self) -> None:
         """End the router."""
         self._stopped.set()
+        if hasattr(self._source, "close"):
+            self._source.close()
         if self._router is not None:
             self._router.stop()
 

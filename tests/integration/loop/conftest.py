@@ -13,7 +13,7 @@ from examples.quickstart.make_assets import AssetSpec, make_assets
 
 @pytest.fixture(scope="session")
 def assets(tmp_path_factory):
-    spec = AssetSpec(hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, ffn_size=128, num_train=64, num_heldout=16)
+    spec = AssetSpec(hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32, ffn_size=128, num_train=64, num_heldout=16)
     return {name: str(path) for name, path in make_assets(tmp_path_factory.mktemp("assets"), spec).items()}
 
 
