@@ -153,6 +153,7 @@ class MegatronTrainer:
 
         Collective: all ranks must exhaust it. Rank 0 gets the tensors, the others as many empty lists.
         """
+        self._settle_parameters()
         return hf_buckets(
             self._model.module,
             self._ops,
@@ -173,6 +174,7 @@ class MegatronTrainer:
 
     def save(self, path: str) -> None:
         """Write the whole training state: model, optimizer, schedule, random states, step."""
+        self._settle_parameters()
         save_state(path, self._model, self._optimizer, self._schedule, step=self._step)
 
     def load(self, path: str) -> None:
@@ -186,6 +188,12 @@ class MegatronTrainer:
         bootstrap.shutdown()
 
     # --- inside ---
+
+    def _settle_parameters(self) -> None:
+        """With --overlap-param-gather a step's last gathers wait for the next forward pass: do them now."""
+        if self._args.overlap_param_gather:
+            self._model.disable_forward_pre_hook(param_sync=True)
+            self._model.enable_forward_pre_hook()
 
     def _fill(self, model: torch.nn.Module, folder: str) -> None:
         load_hf_weights(
@@ -286,10 +294,11 @@ class MegatronTrainer:
         norm = float(self._optimizer.get_grad_norm())
         if self._args.check_for_nan_in_loss_and_grad:
             self._check_finite(metrics["loss"], norm, packed, parts, batch)
+        rate = float(get_canonical_lr_for_logging(self._optimizer.param_groups) or 0.0)  # the one this step uses
         self._optimizer.step()
         self._schedule.step(1)
         self._step += 1
-        return metrics | {"grad_norm": norm, "lr-pg_0": float(get_canonical_lr_for_logging(self._optimizer.param_groups) or 0.0)}
+        return metrics | {"grad_norm": norm, "lr-pg_0": rate}
 
     def _check_finite(
         self, loss: float, norm: float, packed: list[PackedBatch], parts: list[dict[str, torch.Tensor]], batch: TrainBatch

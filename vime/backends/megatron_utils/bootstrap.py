@@ -43,6 +43,7 @@ def import_megatron() -> ModuleType:
     warnings.filterwarnings("ignore", module=r"megatron\.")  # "Transformer Engine and Apex are not installed", a dozen times
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.")  # of what Megatron calls
     warnings.filterwarnings("ignore", module=r"torch\.distributed\.checkpoint\.")
+    logging.getLogger("megatron").setLevel(logging.ERROR)  # what it has to say of importance it raises
     import megatron.core
 
     if not megatron.core.__version__.startswith(MEGATRON_VERSION):
@@ -91,6 +92,11 @@ def init_distributed(where: Platform, *, rank: int, world_size: int, master_addr
             world_size=world_size,
             timeout=timedelta(seconds=deadline_s),
         )
+    except dist.DistNetworkError as error:
+        raise ResourceError(
+            f"rank {rank} cannot meet the other trainers at {master_addr}:{master_port} ({str(error)[:300]}). "
+            "Is the port taken, or the address not this cluster's?"
+        ) from error
     except dist.DistStoreError as error:
         raise DeadlineError(
             peer=f"trainers at {master_addr}:{master_port}",

@@ -1,0 +1,142 @@
+"""Trainer processes of one and of two ranks, started once a session; the tests look at what they stored."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+WORKER = Path(__file__).with_name("worker.py")
+Results = Callable[..., dict[str, Any]]
+DEADLINE_S = 280
+
+
+def make_models(folder: Path) -> dict[str, str]:
+    """Tiny random models, one a family, with weights large enough for a wrong sum to show."""
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    size = {"vocab_size": 90, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "max_position_embeddings": 128, "initializer_range": 0.2}  # fmt: skip
+    torch.manual_seed(0)
+    models = {
+        "qwen3": Qwen3ForCausalLM(Qwen3Config(**size, head_dim=16, tie_word_embeddings=True)),
+        "qwen2": Qwen2ForCausalLM(Qwen2Config(**size, tie_word_embeddings=False)),
+        "llama": LlamaForCausalLM(LlamaConfig(**size, tie_word_embeddings=False)),
+    }
+    out = {}
+    for name, model in models.items():
+        with torch.no_grad():
+            for key, parameter in model.named_parameters():
+                if "norm" in key or key.endswith("bias"):
+                    parameter.add_(0.3 * torch.randn_like(parameter))
+        model.save_pretrained(folder / name)
+        out[name] = str(folder / name)
+    return out
+
+
+def cases_of(models: dict[str, str], folder: Path) -> dict[int, list[dict[str, Any]]]:
+    """The cases by number of processes."""
+    tp2 = ["--tensor-model-parallel-size", "2"]
+    sp2 = [*tp2, "--sequence-parallel"]
+    grads: dict[str, Any] = {"gradients": True}
+    kl = {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k3", "entropy_coef": 0.01}
+    one, two = [], []
+    for family, path in models.items():
+        one.append({"name": f"{family}_1", "model": path, **grads})
+        two.append({"name": f"{family}_tp2", "model": path, "tokens": tp2, **grads})
+        two.append({"name": f"{family}_sp2", "model": path, "tokens": sp2, **grads})
+    path = models["qwen3"]
+    one += [
+        {"name": "again", "model": path, "gradients": True},
+        {"name": "four_micro", "model": path, "micro": 4, "gradients": True},
+        {"name": "four_steps", "model": path, "count": 4},
+        {"name": "two_steps", "model": path, "count": 2, "save": str(folder / "save_1"), "save_hf": str(folder / "hf_1")},
+        {"name": "two_more", "model": path, "first": 2, "count": 2, "load": str(folder / "save_1")},
+        {"name": "several_steps", "model": path, "steps": 3},
+        {"name": "kl", "model": path, "ref": path, "algorithm": kl, "count": 2},
+        {"name": "nan", "model": path, "nan_at": 5},
+        {"name": "sft", "model": path, "algorithm": {"loss_type": "sft_loss"}, "count": 3},
+    ]
+    two += [
+        {"name": "dp2", "model": path, **grads},
+        {"name": "dp2_overlap", "model": path, "tokens": ["--overlap-grad-reduce", "--overlap-param-gather"], "count": 2},
+        {"name": "dp2_four", "model": path, "count": 4},
+        {"name": "dp2_two", "model": path, "count": 2, "save": str(folder / "save_dp2")},
+        {"name": "dp2_more", "model": path, "first": 2, "count": 2, "load": str(folder / "save_dp2")},
+        {"name": "tp2_two", "model": path, "tokens": sp2, "count": 2, "save": str(folder / "save_tp2")},
+        {"name": "dp2_from_tp2", "model": path, "first": 2, "count": 2, "load": str(folder / "save_tp2")},
+        {"name": "tp2_from_dp2", "model": path, "tokens": tp2, "first": 2, "count": 2, "load": str(folder / "save_dp2")},
+        {"name": "dp2_nan", "model": path, "nan_at": 5},
+    ]
+    return {1: one, 2: two}
+
+
+def free_ports(count: int) -> list[str]:
+    """Free ports below the range from which the system takes ports for outgoing connections, so that they stay free."""
+    rng, out = random.SystemRandom(), []
+    while len(out) < count:
+        port = rng.randrange(15_000, 30_000)
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            out.append(str(port))
+    return out
+
+
+def run_all(folder: Path, cases: dict[int, list[dict[str, Any]]]) -> None:
+    """Start all ranks of both sizes side by side and wait for them; fail with their logs."""
+    processes = []
+    for world, listed in cases.items():
+        (folder / f"cases_{world}.json").write_text(json.dumps(listed))
+        ports = free_ports(len(listed))
+        for rank in range(world):
+            log = folder / f"log_{world}_{rank}.txt"
+            env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+            with log.open("w") as out:
+                processes.append((log, subprocess.Popen(
+                    [sys.executable, str(WORKER), str(folder), str(world), str(rank), *ports],
+                    stdout=out, stderr=subprocess.STDOUT, env=env, start_new_session=True,
+                )))  # fmt: skip
+    try:
+        for log, process in processes:
+            if process.wait(timeout=DEADLINE_S) != 0:
+                pytest.fail(f"{log.name}: exit {process.returncode}\n{log.read_text()[-4000:]}")
+    finally:
+        for _, process in processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """family -> folder."""
+    return make_models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="session")
+def run_folder(tmp_path_factory: pytest.TempPathFactory, models: dict[str, str]) -> Path:
+    """Where all cases left their results."""
+    folder = tmp_path_factory.mktemp("layouts")
+    run_all(folder, cases_of(models, folder))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def results(run_folder: Path) -> Results:
+    """results(case, rank=0): what a rank of a case stored."""
+
+    def load(name: str, rank: int = 0) -> dict[str, Any]:
+        return torch.load(run_folder / f"{name}.{rank}.pt", weights_only=False)
+
+    return load

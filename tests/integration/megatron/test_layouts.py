@@ -1,0 +1,145 @@
+"""Tensor, sequence and data parallelism against one process; saving, resuming, resharding; faults; determinism."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
+
+Results = Callable[..., dict[str, Any]]
+Tensors = dict[str, torch.Tensor]
+
+
+def worst(a: Tensors, b: Tensors) -> float:
+    """max over parameters of max|a - b| / max|b|."""
+    assert set(a) == set(b)
+    return max(float((a[name] - b[name]).abs().max() / b[name].abs().max()) for name in b)
+
+
+def bitwise(a: Tensors, b: Tensors) -> bool:
+    return set(a) == set(b) and all(torch.equal(a[name], b[name]) for name in b)
+
+
+def losses(result: dict[str, Any]) -> list[float]:
+    return [m["train/loss"] for m in result["metrics"]]
+
+
+def without_times(metrics: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if not name.startswith("perf/")}
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
+@pytest.mark.parametrize("layout", ["tp2", "sp2"])
+def test_tensor_parallel_two_equals_one_process(results: Results, family: str, layout: str) -> None:
+    one, two = results(f"{family}_1"), results(f"{family}_{layout}")
+    assert losses(two) == pytest.approx(losses(one), abs=1e-6)
+    assert worst(two["gradients"], one["gradients"]) <= 1e-5
+    assert two["probe"] == pytest.approx(one["probe"], abs=1e-5)
+
+
+def test_data_parallel_two_equals_one_process(results: Results) -> None:
+    one, two = results("qwen3_1"), results("dp2")
+    assert losses(two) == pytest.approx(losses(one), abs=1e-6)
+    assert worst(two["gradients"], one["gradients"]) <= 1e-5
+
+
+def test_more_micro_batches_give_the_same_gradient(results: Results) -> None:
+    assert worst(results("four_micro")["gradients"], results("qwen3_1")["gradients"]) <= 1e-5
+
+
+def test_overlapped_communication_changes_nothing(results: Results) -> None:
+    assert losses(results("dp2_overlap")) == losses(results("dp2_two"))
+    assert bitwise(results("dp2_overlap")["weights"], results("dp2_two")["weights"])
+
+
+def test_only_rank_0_gets_weights(results: Results) -> None:
+    assert results("dp2", rank=1)["weights"] == {}
+    assert results("qwen3_tp2", rank=1)["weights"] == {}
+
+
+def test_all_ranks_report_the_same_metrics(results: Results) -> None:
+    for case in ("dp2", "qwen3_tp2", "qwen3_sp2"):
+        assert results(case, rank=0)["metrics"] == results(case, rank=1)["metrics"]
+        assert results(case, rank=0)["probe"] == results(case, rank=1)["probe"]
+
+
+def test_same_seed_and_layout_is_bitwise_the_same(results: Results) -> None:
+    first, again = results("qwen3_1"), results("again")
+    assert [without_times(m) for m in first["metrics"]] == [without_times(m) for m in again["metrics"]]
+    assert bitwise(first["weights"], again["weights"])
+
+
+@pytest.mark.parametrize(("whole", "more"), [("four_steps", "two_more"), ("dp2_four", "dp2_more")])
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(results: Results, whole: str, more: str) -> None:
+    expected, resumed = results(whole), results(more)
+    assert [without_times(m) for m in resumed["metrics"]] == [without_times(m) for m in expected["metrics"][2:]]
+    assert bitwise(resumed["weights"], expected["weights"])
+    assert resumed["step"] == 4
+
+
+@pytest.mark.parametrize("case", ["dp2_from_tp2", "tp2_from_dp2"])
+def test_a_saved_state_resumes_at_another_layout(results: Results, case: str) -> None:
+    expected, resumed = results("four_steps"), results(case)
+    assert losses(resumed) == pytest.approx(losses(expected)[2:], abs=2e-3)
+    assert resumed["step"] == 4
+
+
+def test_saving_leaves_no_process_behind(results: Results) -> None:
+    assert results("two_steps")["children"] == []
+
+
+def test_a_loss_that_is_not_finite_names_the_sample_and_keeps_the_weights(results: Results) -> None:
+    for case in ("nan", "dp2_nan"):
+        result = results(case)
+        assert result["error"].startswith("TrainerError: loss nan")
+        assert "step 0 of rollout 0" in result["error"]
+        assert "105" in result["error"]
+        assert result["metrics"] == []
+    assert results("dp2_nan", rank=1)["error"] == results("dp2_nan")["error"]
+
+
+def test_weights_after_a_refused_step_are_those_of_the_folder(results: Results, models: dict[str, str]) -> None:
+    from safetensors.torch import load_file
+
+    assert bitwise(results("nan")["weights"], load_file(Path(models["qwen3"]) / "model.safetensors"))
+
+
+def test_old_log_probs_are_those_of_the_weights_that_generated(results: Results) -> None:
+    (metrics,) = results("several_steps")["metrics"]
+    assert metrics["train/num_steps"] == 3
+    assert metrics["train/step"] == 3
+    assert metrics["train/ppo_kl"] != 0.0  # the later steps' policy has moved away from the old one
+
+
+def test_the_kl_to_a_reference_of_the_same_weights_starts_at_zero(results: Results) -> None:
+    first, second = results("kl")["metrics"]
+    assert first["train/kl_loss"] == pytest.approx(0.0, abs=1e-7)
+    assert second["train/kl_loss"] > 1e-6
+    assert first["train/entropy_loss"] > 0.0
+
+
+def test_supervised_loss_is_the_negative_log_likelihood(results: Results) -> None:
+    metrics = results("sft")["metrics"]
+    assert all(m["train/loss"] > 0 and m["train/grad_norm"] > 0 for m in metrics)
+
+
+def test_the_exported_folder_is_loaded_by_transformers(results: Results, run_folder: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    exported = AutoModelForCausalLM.from_pretrained(run_folder / "hf_1")
+    assert bitwise({k: v for k, v in exported.state_dict().items() if k != "lm_head.weight"}, results("two_steps")["weights"])
+
+
+def test_log_probs_equal_transformers(results: Results, models: dict[str, str]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    tokens = list(range(3, 25))
+    for family, path in models.items():
+        logits = AutoModelForCausalLM.from_pretrained(path)(torch.tensor([tokens])).logits[0, :-1]
+        expected = torch.log_softmax(logits, -1).gather(-1, torch.tensor(tokens[1:])[:, None])[:, 0]
+        assert results(f"{family}_1")["probe"] == pytest.approx(expected.tolist(), abs=1e-5)

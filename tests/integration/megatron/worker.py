@@ -1,0 +1,150 @@
+"""One trainer process of the layout tests: runs a list of cases one after the other and stores what came out.
+
+    python worker.py FOLDER WORLD RANK PORT...     (one port a case)
+
+FOLDER holds `cases_WORLD.json`: a list of {name, model, tokens, actions, ...}. Results go to FOLDER/NAME.RANK.pt.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+import torch.distributed as dist
+
+from vime.backends.megatron_utils.actor import MegatronTrainer
+from vime.config import sections as s
+from vime.config.run import RunConfig
+from vime.errors import VimeError
+from vime.types import StepPlan, TrainBatch, TrainSample
+
+from megatron.core import parallel_state  # isort: skip  # after vime's package has prepared it
+
+VOCAB = 90
+
+
+def make_samples(count: int = 12, seed: int = 0, *, nan_at: int | None = None) -> list[TrainSample]:
+    """Samples of uneven length, some tokens untrained."""
+    rng = np.random.default_rng(seed)
+    out = []
+    for i in range(count):
+        total, response = int(rng.integers(9, 30)), int(rng.integers(2, 8))
+        mask = (rng.random(response) > 0.2).astype(np.float32)
+        out.append(
+            TrainSample(
+                tokens=rng.integers(0, VOCAB, total), response_length=response, loss_mask=mask,
+                reward=float("nan") if i == nan_at else float(rng.normal()), raw_reward=0.0, sample_id=100 + i, group_id=i // 4,
+                rollout_id=i, rollout_mask_sum=float(mask.sum()), rollout_log_probs=-np.ones(response, np.float32),
+            )
+        )  # fmt: skip
+    return out
+
+
+def make_batch(samples: list[TrainSample], *, rank: int, size: int, micro: int, steps: int, rollout_id: int) -> TrainBatch:
+    """This data-parallel rank's share: samples dealt in turn, `micro` micro-batches a step."""
+    parts = [samples[i::steps] for i in range(steps)]
+    mine, plans = [], []
+    for part in parts:
+        own = part[rank::size]
+        first = len(mine)
+        mine += own
+        ids = list(range(first, first + len(own)))
+        plans.append(
+            StepPlan(
+                micro_batches=tuple(tuple(ids[i::micro]) for i in range(micro)),
+                num_rollouts=len(part),
+                num_tokens=float(sum(x.loss_mask.sum() for x in part)),
+            )
+        )
+    return TrainBatch(rollout_id=rollout_id, samples=tuple(mine), steps=tuple(plans))
+
+
+def weights(trainer: MegatronTrainer) -> dict[str, torch.Tensor]:
+    return {name: tensor for bucket in trainer.hf_weights(30_000) for name, tensor in bucket}
+
+
+def gradients(trainer: MegatronTrainer) -> dict[str, torch.Tensor]:
+    """The step's gradients under Hugging Face names: exported as if they were the weights. Ends the trainer's usefulness."""
+    model = trainer._model
+    group = parallel_state.get_data_parallel_group()
+    for buffer in model.buffers:
+        for bucket in buffer.buckets:  # with the distributed optimizer each rank holds the sum for its own shard only
+            shard = bucket.grad_data.chunk(dist.get_world_size(group))[dist.get_rank(group)].clone()
+            dist.all_gather_into_tensor(bucket.grad_data, shard, group=group)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.main_grad)
+    return weights(trainer)
+
+
+def config_of(case: dict[str, Any]) -> RunConfig:
+    base = RunConfig(
+        model=s.ModelConfig(hf_checkpoint=case["model"], ref_load=case.get("ref")),
+        training=s.TrainingConfig(lr=1e-3, clip_grad=case.get("clip", 1e9), train_threads=1),
+        data=s.DataConfig(num_rollout=10, rollout_batch_size=12),
+        cluster=s.ClusterConfig(actor_num_gpus_per_node=2, actor_deadline=120.0),
+        megatron_tokens=tuple(case.get("tokens", ())),
+    )
+    return dataclasses.replace(base, algorithm=s.AlgorithmConfig(**case.get("algorithm", {})))
+
+
+def run_case(case: dict[str, Any], *, world: int, rank: int, port: int) -> dict[str, Any]:
+    out: dict[str, Any] = {"metrics": []}
+    trainer = MegatronTrainer(config_of(case), rank=rank, world_size=world, master_addr="127.0.0.1", master_port=port)
+    try:
+        size = parallel_state.get_data_parallel_world_size()
+        if case.get("load"):
+            trainer.load(case["load"])
+        out["probe"] = trainer.log_probs(list(range(3, 25)))
+        for number in range(case.get("first", 0), case.get("first", 0) + case.get("count", 1)):
+            samples = make_samples(seed=number, nan_at=case.get("nan_at"))
+            batch = make_batch(
+                samples,
+                rank=trainer.data_parallel_rank,
+                size=size,
+                micro=case.get("micro", 2),
+                steps=case.get("steps", 1),
+                rollout_id=number,
+            )
+            out["metrics"].append(trainer.train(batch))
+        if case.get("save"):
+            trainer.save(case["save"])
+            out["children"] = [child.name() for child in psutil.Process().children(recursive=True)]
+        if case.get("save_hf"):
+            trainer.save_hf(case["save_hf"])
+        out["step"] = trainer.step
+        out["weights"] = weights(trainer)
+        if case.get("gradients"):
+            out["gradients"] = gradients(trainer)
+    except VimeError as error:
+        out["error"] = f"{type(error).__name__}: {error}"
+        out["weights"] = weights(trainer)
+    finally:
+        trainer.shutdown()
+    return out
+
+
+def main() -> int:
+    folder, world, rank = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    cases = json.loads((folder / f"cases_{world}.json").read_text())
+    for case, port in zip(cases, map(int, sys.argv[4:]), strict=True):
+        try:
+            result = run_case(case, world=world, rank=rank, port=port)
+        except Exception:  # noqa: BLE001 - whatever it is, the test shows it
+            result = {"failed": traceback.format_exc()}
+        torch.save(result, folder / f"{case['name']}.{rank}.pt")
+        if "failed" in result:
+            print(result["failed"], file=sys.stderr)
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
