@@ -22,6 +22,7 @@ __all__ = ["EngineServer", "engine_command", "engine_environment"]
 _MODULE = "vllm.entrypoints.openai.api_server"
 _PLUGIN = "vime_weight_transfer"  # our entry point's name in the group vllm.general_plugins
 _COMPILE_FLAGS = ("--no-enforce-eager", "--compilation-config", "--optimization-level")
+_CPU_KV_CACHE_BYTES = 2**30  # --vllm-kv-cache-memory-bytes overrides it
 _WARM_UP = [1, 2, 3]  # token ids of the request that every engine answers before it is called healthy
 
 
@@ -55,6 +56,8 @@ def engine_command(config: RunConfig, *, port: int) -> list[str]:
     switches = ["--enable-scale-out"]
     if cpu:
         flags["--dtype"] = "float32"
+        if not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):  # vLLM lets this variable override the flag
+            flags["--kv-cache-memory-bytes"] = str(_CPU_KV_CACHE_BYTES)
         switches.append("--enforce-eager")  # compiling costs more start-up time than a CPU run wins back
     if config.engine.vllm_enable_deterministic_inference:
         switches.append("--no-enable-prefix-caching")  # what is cached differs between a resumed and an uninterrupted run
@@ -81,7 +84,6 @@ def engine_environment(config: RunConfig, *, secret: str) -> dict[str, str]:
     if runs_on_cpu(config):
         env |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # more threads only spin against EngineCore and the trainer
         env.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        env.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
         if not any(token.startswith(_COMPILE_FLAGS) for token in config.vllm_tokens):
             env["TORCH_COMPILE_DISABLE"] = "1"  # one sampling helper would be compiled at the first request: 15 s
     elif config.engine.vllm_enable_deterministic_inference:

@@ -57,12 +57,20 @@ def test_an_engine_needs_a_model() -> None:
         engine_command(RunConfig(cluster=CPU), port=1)
 
 
-def test_cpu_engines_run_one_thread_and_compile_only_when_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "3")
+def test_cpu_engines_run_one_thread_and_compile_only_when_asked_to() -> None:
     env = engine_environment(RunConfig(cluster=CPU, model=MODEL), secret="x" * 32)
-    assert (env["OMP_NUM_THREADS"], env["VLLM_CPU_KVCACHE_SPACE"], env["TORCH_COMPILE_DISABLE"]) == ("1", "3", "1")
+    assert (env["OMP_NUM_THREADS"], env["VLLM_CPU_OMP_THREADS_BIND"], env["TORCH_COMPILE_DISABLE"]) == ("1", "nobind", "1")
     asked = RunConfig(cluster=CPU, model=MODEL, vllm_tokens=("--no-enforce-eager",))
     assert "TORCH_COMPILE_DISABLE" not in engine_environment(asked, secret="x" * 32)
+
+
+def test_the_variable_that_overrides_vllms_cache_flag_is_the_users_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = RunConfig(cluster=CPU, model=MODEL)
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    assert value(engine_command(config, port=1), "--kv-cache-memory-bytes") == str(2**30)
+    assert "VLLM_CPU_KVCACHE_SPACE" not in engine_environment(config, secret="x" * 32)
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "3")
+    assert "--kv-cache-memory-bytes" not in engine_command(config, port=1)
 
 
 def test_a_list_of_allowed_plugins_is_given_ours_too(monkeypatch: pytest.MonkeyPatch) -> None:
