@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import logging
 import os
 import platform
 import sys
@@ -44,6 +45,7 @@ def version_of(name: str) -> str:
 def main() -> int:
     """Import each module; 0 when all did."""
     warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     started, broken, shown = time.monotonic(), [], []
     for name in MODULES:
