@@ -79,7 +79,7 @@ def common_shape(config: Mapping[str, Any], path: str, *, qk_norm: bool, qkv_bia
             raise CheckpointError(f"{path}: {key} is not supported: it puts biases where Megatron's layer has none.")
     heads, hidden = int(get("num_attention_heads")), int(get("hidden_size"))
     head_dim = int(get("head_dim") if needs_head_dim else get("head_dim", hidden // heads))
-    scaling = dict(get("rope_parameters", None) or get("rope_scaling", {}))
+    scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     scaling.setdefault("rope_type", scaling.pop("type", "default"))
     return ModelShape(
         architecture=config["architectures"][0],

@@ -1,0 +1,140 @@
+"""Megatron's flags: parsed by its own parser, checked against the model folder and our flags, never ignored."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from vime.backends.megatron_utils import arguments
+from vime.backends.megatron_utils.bootstrap import Platform
+from vime.backends.megatron_utils.convert.registry import model_shape
+from vime.config import sections as s
+from vime.config.run import RunConfig
+from vime.errors import ConfigError
+
+CPU = Platform(device=torch.device("cpu"), dtype=torch.float32, backend="gloo")
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"], "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 90, "max_position_embeddings": 256, "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True, "rope_parameters": {"rope_theta": 1000000.0, "rope_type": "default"},
+}  # fmt: skip
+
+
+def folder_of(path: Path, **changes: Any) -> str:
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(QWEN3 | changes))
+    return str(path)
+
+
+def resolved(folder: str, *tokens: str, world_size: int = 1, **training: Any) -> Any:
+    config = replace(RunConfig(megatron_tokens=tokens), training=s.TrainingConfig(**training))
+    return arguments.resolve(config, model_shape(folder), CPU, world_size=world_size)
+
+
+def test_the_shape_comes_from_the_folder(tmp_path: Path) -> None:
+    args = resolved(folder_of(tmp_path / "m"))
+    assert (args.num_layers, args.hidden_size, args.ffn_hidden_size, args.kv_channels) == (3, 64, 96, 32)
+    assert (args.num_attention_heads, args.num_query_groups, args.group_query_attention) == (4, 2, True)
+    assert (args.layernorm_epsilon, args.rotary_base, args.qk_layernorm, args.add_qkv_bias) == (1e-5, 1000000, True, False)
+    assert args.untie_embeddings_and_output_weights is False
+    assert args.padded_vocab_size == 128
+
+
+def test_vocabulary_padding_follows_the_flag(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "m")
+    assert resolved(folder, "--make-vocab-size-divisible-by", "8").padded_vocab_size == 96
+    assert (
+        resolved(folder, "--make-vocab-size-divisible-by", "3", "--tensor-model-parallel-size", "2", world_size=2).padded_vocab_size == 90
+    )
+
+
+def test_our_flags_and_the_platform_reach_megatron(tmp_path: Path) -> None:
+    args = resolved(folder_of(tmp_path / "m"), "--weight-decay", "0.1", lr=0.25, clip_grad=0.5, seed=7)
+    assert (args.lr, args.clip_grad, args.seed, args.weight_decay) == (0.25, 0.5, 7, 0.1)
+    assert (args.bf16, args.params_dtype, args.use_distributed_optimizer) == (False, torch.float32, True)
+    assert (args.hidden_dropout, args.attention_dropout) == (0.0, 0.0)
+
+
+def test_slimes_model_flags_are_accepted_when_they_agree(tmp_path: Path) -> None:
+    tokens = "--swiglu --num-layers 3 --hidden-size 64 --num-attention-heads 4 --group-query-attention --num-query-groups 2 "
+    tokens += "--use-rotary-position-embeddings --disable-bias-linear --normalization RMSNorm --norm-epsilon 1e-5 --rotary-base 1000000 "
+    tokens += "--qk-layernorm --kv-channels 32 --attention-dropout 0.0 --hidden-dropout 0.0 --attention-softmax-in-fp32 "
+    tokens += "--accumulate-allreduce-grads-in-fp32 --attention-backend flash --context-parallel-size 1 --vocab-size 90"
+    assert resolved(folder_of(tmp_path / "m"), *tokens.split()).num_layers == 3
+
+
+def test_all_contradictions_are_named_with_both_sources(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolved(folder_of(tmp_path / "m"), "--num-layers", "8", "--rotary-base", "10000", "--lr", "0.5", lr=0.1)
+    text = str(caught.value)
+    assert len(caught.value.problems) == 3
+    assert "--num-layers 8 contradicts" in text
+    assert "config.json, which says 3" in text
+    assert "--lr 0.5 contradicts our flag --lr, which says 0.1" in text
+
+
+def test_unknown_flags_are_refused_with_the_nearest_names() -> None:
+    with pytest.raises(ConfigError, match=r"--tensor-model-paralel-size is no flag.*Nearest: --tensor-model-parallel-size"):
+        arguments.check_tokens(["--tensor-model-paralel-size", "2"])
+
+
+def test_abbreviations_are_refused() -> None:
+    with pytest.raises(ConfigError, match="--weight-deca is no flag"):
+        arguments.check_tokens(["--weight-deca", "0.1"])
+
+
+def test_malformed_values_are_refused() -> None:
+    with pytest.raises(ConfigError, match="--adam-beta1: invalid float value: 'much'"):
+        arguments.check_tokens(["--adam-beta1", "much"])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        (["--pipeline-model-parallel-size", "2"], "not available yet"),
+        (["--context-parallel-size", "2"], "not available yet"),
+        (["--expert-model-parallel-size", "2"], "not available yet"),
+        (["--num-experts", "8"], "not available yet"),
+        (["--data-path", "x"], "no effect here"),
+        (["--bf16"], "--train-memory-dtype bfloat16"),
+        (["--lr-warmup-samples", "5"], "--lr-warmup-iters"),
+    ],
+)
+def test_what_would_be_ignored_is_refused(tokens: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        arguments.check_tokens(tokens)
+
+
+def test_tensor_parallelism_must_divide_the_model(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--tensor-model-parallel-size 4 does not divide num_key_value_heads \(2\)"):
+        resolved(folder_of(tmp_path / "m"), "--tensor-model-parallel-size", "4", world_size=4)
+
+
+def test_megatrons_own_refusals_come_through(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"Megatron refuses.*world size \(3\)"):
+        resolved(folder_of(tmp_path / "m"), "--tensor-model-parallel-size", "2", world_size=3)
+
+
+@pytest.mark.parametrize("rope", [{"rope_type": "yarn", "factor": 4.0}, {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 2}])
+def test_rope_scalings_that_megatron_lacks_are_refused(tmp_path: Path, rope: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"not available yet|not supported"):
+        resolved(folder_of(tmp_path / "m", rope_parameters=rope))
+
+
+def test_the_module_prints_plain_values_last(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = folder_of(tmp_path / "m")
+    assert arguments.main(["--hf-checkpoint", folder, "--world-size", "2", "--", "--tensor-model-parallel-size", "2"]) == 0
+    values = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert values["tensor_model_parallel_size"] == 2
+    assert values["num_layers"] == 3
+
+
+def test_the_module_lists_problems_and_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert arguments.main(["--data-path", "x", "--num-experts", "4"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert [line[:2] for line in lines[-2:]] == ["1.", "2."]
