@@ -131,7 +131,20 @@ def grpo_config(workload: dict[str, Any], settings: dict[str, Any], out: Path) -
         torch_compile=settings["torch_compile"],
         cache_implementation=settings["cache"],
         use_transformers_continuous_batching=settings["continuous_batching"],
+        transformers_continuous_batching_config=continuous_batching(samples) if settings["continuous_batching"] else None,
     )
+
+
+def continuous_batching(samples: int) -> dict[str, Any]:
+    """Room for all samples at once. Left to itself, transformers takes half of the machine's memory for the cache on a CPU."""
+    return {
+        "page_size": 128,
+        "num_blocks": samples + 64,
+        "max_batch_tokens": 16 * samples,
+        "max_requests_per_batch": samples,
+        "use_cuda_graph": False,
+        "use_async_batching": False,
+    }
 
 
 def measure(job: dict[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.workload import flag_value
 from examples.quickstart import recipe
 
 __all__ = ["warm_start"]
@@ -21,15 +22,21 @@ __all__ = ["warm_start"]
 IGNORED = -100  # the label that transformers' loss leaves out
 
 
-def warm_start(model_path: Path, rows_path: Path, out: Path, *, steps: int = recipe.SFT_STEPS, batch: int = 64, lr: float = 1e-3) -> float:
-    """Train on the worked answers of `rows_path` and save model and tokenizer to `out`; returns the last loss (nats per token)."""
+def warm_start(model_path: Path, rows_path: Path, out: Path) -> float:
+    """Train on the worked answers of `rows_path` and save model and tokenizer to `out`; returns the last loss (nats per token).
+
+    Steps, batch size and optimizer are those of the quickstart's supervised start.
+    """
+    flags = recipe.sft_flags(Path())
+    steps, batch = int(flag_value("--num-rollout", "1", flags)), int(flag_value("--rollout-batch-size", "64", flags))
+    lr, beta2 = float(flag_value("--lr", "1e-3", flags)), float(flag_value("--adam-beta2", "0.999", flags))
     torch.manual_seed(7)
     order = random.Random(7)
     tokenizer = AutoTokenizer.from_pretrained(model_path)
     model: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     rows = [json.loads(line) for line in rows_path.read_text(encoding="utf-8").splitlines()]
     examples = [_tokens(tokenizer, row) for row in rows]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, beta2), weight_decay=0.01)
     last = float("nan")
     for step in range(steps):
         for group in optimizer.param_groups:
@@ -70,9 +77,8 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("rows", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--steps", type=int, default=recipe.SFT_STEPS)
     arguments = parser.parse_args()
-    print(f"supervised start: loss {warm_start(arguments.model, arguments.rows, arguments.out, steps=arguments.steps):.3f}")
+    print(f"supervised start: loss {warm_start(arguments.model, arguments.rows, arguments.out):.3f}")
 
 
 if __name__ == "__main__":

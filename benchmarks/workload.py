@@ -26,6 +26,7 @@ __all__ = [
     "Assets",
     "Workload",
     "add_arguments",
+    "flag_value",
     "from_arguments",
     "limited_threads",
     "prepare_assets",
@@ -38,26 +39,26 @@ RUNS = ROOT / "runs" / "bench"  # everything a benchmark makes, not kept in git
 RESULTS = ROOT / "benchmarks" / "results"
 
 
-_FLAGS = recipe.grpo_flags(Path())
+_FLAGS = tuple(recipe.grpo_flags(Path()))
 
 
-def _recipe(flag: str) -> str:
-    """The value of one of the quickstart's flags."""
-    return _FLAGS[_FLAGS.index(flag) + 1]
+def flag_value(flag: str, default: str, flags: Sequence[str] = _FLAGS) -> str:
+    """The value of one of the quickstart's flags; `default` is what the flag is when it is not given."""
+    return flags[flags.index(flag) + 1] if flag in flags else default
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
     """One rollout step: `prompts` x `group` samples, then `minibatches` optimizer steps over them."""
 
-    prompts: int = int(_recipe("--rollout-batch-size"))  # prompts of a rollout step
-    group: int = int(_recipe("--n-samples-per-prompt"))  # samples of a prompt
-    max_new_tokens: int = int(_recipe("--rollout-max-response-len"))  # longest response, in tokens
-    minibatch: int = int(_recipe("--global-batch-size"))  # samples of one optimizer step
-    learning_rate: float = float(_recipe("--lr"))
-    adam_beta2: float = float(_recipe("--adam-beta2"))
-    weight_decay: float = float(_recipe("--weight-decay"))
-    clip_grad: float = float(_recipe("--clip-grad"))
+    prompts: int = int(flag_value("--rollout-batch-size", "64"))  # prompts of a rollout step
+    group: int = int(flag_value("--n-samples-per-prompt", "1"))  # samples of a prompt
+    max_new_tokens: int = int(flag_value("--rollout-max-response-len", "1024"))  # longest response, in tokens
+    minibatch: int = int(flag_value("--global-batch-size", str(prompts * group)))  # samples of one optimizer step
+    learning_rate: float = float(flag_value("--lr", "1e-6"))
+    adam_beta2: float = float(flag_value("--adam-beta2", "0.999"))
+    weight_decay: float = float(flag_value("--weight-decay", "0.01"))
+    clip_grad: float = float(flag_value("--clip-grad", "1.0"))
     seed: int = 7
     threads: int = 2  # cores that a side may use
     warmup: int = 2  # rollout steps before the measurement
@@ -120,8 +121,9 @@ def prepare_assets() -> Assets:
     The start matters for the lengths: a model with random weights never ends its answer before the token limit, while the
     quickstart's answers are two to four tokens, as in any run that is worth its time.
     """
-    makers = (Path(make_assets.__file__), Path(recipe.__file__), ROOT / "benchmarks" / "warm_start.py")
-    key = hashlib.sha256(b"".join(path.read_bytes() for path in makers)).hexdigest()[:12]
+    makers = (Path(make_assets.__file__), ROOT / "benchmarks" / "warm_start.py")
+    recipe_of_start = " ".join(recipe.sft_flags(Path())).encode()
+    key = hashlib.sha256(b"".join([*(path.read_bytes() for path in makers), recipe_of_start])).hexdigest()[:12]
     folder = RUNS / f"assets-{key}"
     assets = Assets(model=folder / "warm", prompts=folder / "train.jsonl")
     if not assets.prompts.exists():
