@@ -53,7 +53,7 @@ def _batches(config: RunConfig) -> Iterator[str]:
     if data.global_batch_size is not None and data.num_steps_per_rollout is not None:
         yield "Give one of --global-batch-size and --num-steps-per-rollout: each follows from the other."
     if data.num_steps_per_rollout is not None and rollouts % data.num_steps_per_rollout:
-        yield f"--num-steps-per-rollout {data.num_steps_per_rollout} does not divide the {rollouts} rollouts of a step (prompts x samples)."
+        yield f"--num-steps-per-rollout {data.num_steps_per_rollout} does not divide the {rollouts} rollouts of a step."
     if data.global_batch_size is not None and rollouts % data.global_batch_size:
         yield f"--global-batch-size {data.global_batch_size} does not divide the {rollouts} rollouts of a step (prompts x samples)."
     if data.use_dynamic_batch_size != (data.max_tokens_per_gpu is not None):
