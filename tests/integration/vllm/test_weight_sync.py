@@ -31,8 +31,8 @@ def generate(control: EngineControl, max_tokens: int, seed: int = 7) -> dict[str
     return answer["choices"][0]
 
 
-def weight_segments() -> list[str]:
-    return [path.name for path in SHM_DIR.glob("vime-weights-*")]
+def weight_segments(run_id: str = "tests") -> list[str]:
+    return [path.name for path in SHM_DIR.glob(f"vime-weights-{run_id}-*")]
 
 
 def test_new_weights_are_what_the_engine_samples_with(trainer: Any, router: RouterServer) -> None:
@@ -200,6 +200,6 @@ def test_a_killed_trainer_leaves_no_segment(trainer: Any, moment: str, left_at_o
     endpoint = trainer.engine.endpoint
     sender = subprocess.run([sys.executable, "-c", KILLED_SENDER, endpoint.url, endpoint.secret, moment], timeout=60)
     assert sender.returncode == -9
-    assert len(weight_segments()) == left_at_once
+    assert len(weight_segments("killed")) == left_at_once
     WeightUpdater([endpoint], WeightUpdateConfig(), run_id="next")  # the next start of anything
-    assert weight_segments() == []
+    assert weight_segments("killed") == []
