@@ -106,7 +106,9 @@ def _write_model(folder: Path, spec: AssetSpec) -> None:
     """A Qwen3 model with random weights, and its tokenizer."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     tokenizer = _make_tokenizer()
     config = Qwen3Config(
         vocab_size=len(tokenizer),

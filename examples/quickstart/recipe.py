@@ -9,7 +9,7 @@ from pathlib import Path
 __all__ = ["grpo_flags", "sft_flags", "shown"]
 
 SFT_STEPS = 130
-GRPO_STEPS = 80
+GRPO_STEPS = 100
 
 _ADAM = ("--lr-decay-style", "constant", "--adam-beta2", "0.95", "--weight-decay", "0.01", "--clip-grad", "1.0")
 
