@@ -78,6 +78,7 @@ def cases_of(models: dict[str, str], folder: Path) -> dict[int, list[dict[str, A
         {"name": "dp2_from_tp2", "model": path, "first": 2, "count": 2, "load": str(folder / "save_tp2")},
         {"name": "tp2_from_dp2", "model": path, "tokens": tp2, "first": 2, "count": 2, "load": str(folder / "save_dp2")},
         {"name": "dp2_nan", "model": path, "nan_at": 5},
+        {"name": "dp2_death", "model": path, "dies": 1},  # the last: its rank 1 is gone
     ]
     return {1: one, 2: two}
 

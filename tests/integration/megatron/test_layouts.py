@@ -103,6 +103,13 @@ def test_a_loss_that_is_not_finite_names_the_sample_and_keeps_the_weights(result
     assert results("dp2_nan", rank=1)["error"] == results("dp2_nan")["error"]
 
 
+def test_the_death_of_a_rank_is_an_error_of_the_others(results: Results) -> None:
+    error = results("dp2_death")["error"]
+    assert error.startswith(
+        "TrainerError: trainer rank 0 lost another rank during 'train on rollout 0' (last progress: 0 optimizer steps done)"
+    )
+
+
 def test_weights_after_a_refused_step_are_those_of_the_folder(results: Results, models: dict[str, str]) -> None:
     from safetensors.torch import load_file
 

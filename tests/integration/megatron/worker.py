@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 import traceback
 from pathlib import Path
@@ -102,6 +103,8 @@ def run_case(case: dict[str, Any], *, world: int, rank: int, port: int) -> dict[
         size = parallel_state.get_data_parallel_world_size()
         if case.get("load"):
             trainer.load(case["load"])
+        if case.get("dies") == rank:
+            os._exit(0)
         out["probe"] = trainer.log_probs(list(range(3, 25)))
         for number in range(case.get("first", 0), case.get("first", 0) + case.get("count", 1)):
             samples = make_samples(seed=number, nan_at=case.get("nan_at"))

@@ -8,7 +8,7 @@ import shutil
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -107,6 +107,10 @@ class MegatronTrainer:
         trainer and engine, `train/train_rollout_logprob_abs_diff`, is always taken with the weights that generated.
         Raises TrainerError when a loss or gradient is not finite; the weights then are as before that optimizer step.
         """
+        with self._watched(f"train on rollout {batch.rollout_id}"):
+            return self._train(batch)
+
+    def _train(self, batch: TrainBatch) -> dict[str, float]:
         seconds: dict[str, float] = defaultdict(float)
         started = time.perf_counter()
         with self._timed(seconds, "data_preprocess"):
@@ -144,7 +148,8 @@ class MegatronTrainer:
         def read(logits: torch.Tensor, packed: PackedBatch) -> torch.Tensor:
             return token_log_probs(logits, packed.labels, tp_group=self._tp_group, vocab_size=self._shape.vocab_size)[0]
 
-        return forward_each(self._model, [packed], read)[0][:response].tolist()
+        with self._watched("log-probs of the probe"):
+            return forward_each(self._model, [packed], read)[0][:response].tolist()
 
     # --- weights and state ---
 
@@ -153,15 +158,16 @@ class MegatronTrainer:
 
         Collective: all ranks must exhaust it. Rank 0 gets the tensors, the others as many empty lists.
         """
-        self._settle_parameters()
-        return hf_buckets(
-            self._model.module,
-            self._ops,
-            bucket_bytes=bucket_bytes,
-            group=self._tp_group,
-            receives=dist.get_rank() == 0,
-            gathers=self.data_parallel_rank == 0,
-        )
+        with self._watched("gather the weights"):
+            self._settle_parameters()
+            yield from hf_buckets(
+                self._model.module,
+                self._ops,
+                bucket_bytes=bucket_bytes,
+                group=self._tp_group,
+                receives=dist.get_rank() == 0,
+                gathers=self.data_parallel_rank == 0,
+            )
 
     def save_hf(self, path: str) -> None:
         """Write a Hugging Face folder that `transformers` loads: config, tokenizer files, model.safetensors."""
@@ -174,12 +180,14 @@ class MegatronTrainer:
 
     def save(self, path: str) -> None:
         """Write the whole training state: model, optimizer, schedule, random states, step."""
-        self._settle_parameters()
-        save_state(path, self._model, self._optimizer, self._schedule, step=self._step)
+        with self._watched(f"save {path}"):
+            self._settle_parameters()
+            save_state(path, self._model, self._optimizer, self._schedule, step=self._step)
 
     def load(self, path: str) -> None:
         """Load what `save` wrote, at this or another parallel layout."""
-        self._step, exact = load_state(path, self._model, self._optimizer, self._schedule)
+        with self._watched(f"load {path}"):
+            self._step, exact = load_state(path, self._model, self._optimizer, self._schedule)
         if not exact:
             log.warning("%s was saved at another layout: weights and optimizer are restored, random states start from the seed", path)
 
@@ -188,6 +196,9 @@ class MegatronTrainer:
         bootstrap.shutdown()
 
     # --- inside ---
+
+    def _watched(self, phase: str) -> AbstractContextManager[None]:
+        return bootstrap.watch_peers(phase, f"{self._step} optimizer steps done")
 
     def _settle_parameters(self) -> None:
         """With --overlap-param-gather a step's last gathers wait for the next forward pass: do them now."""

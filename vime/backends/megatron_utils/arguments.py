@@ -28,7 +28,7 @@ import torch
 from vime.backends.megatron_utils.bootstrap import Platform, import_megatron
 from vime.backends.megatron_utils.convert.registry import model_shape
 from vime.backends.megatron_utils.convert.shape import ModelShape
-from vime.backends.megatron_utils.flags import CURES, HONOURED, NOT_YET_PREFIXES, ONE_ONLY
+from vime.backends.megatron_utils.flags import CURES, HONOURED, NOT_YET_PREFIXES, ONE_ONLY, VALUES
 from vime.backends.megatron_utils.layer_probe import has_transformer_engine
 from vime.config.fields import flag_specs
 from vime.config.run import SECTIONS, RunConfig
@@ -90,6 +90,7 @@ def honour_problems(parser: argparse.ArgumentParser, explicit: Mapping[str, Any]
         if dest in HONOURED:
             if dest in ONE_ONLY and value not in (None, 1):
                 problems.append(f"{flag} {value}: not available yet: this trainer splits a model by tensor parallelism only.")
+            problems += _value_problems(flag, dest, value)
         elif dest in CURES:
             problems.append(f"{flag} has no effect in vime. {CURES[dest]}")
         elif dest.startswith(NOT_YET_PREFIXES):
@@ -97,6 +98,21 @@ def honour_problems(parser: argparse.ArgumentParser, explicit: Mapping[str, Any]
         else:
             problems.append(f"{flag} is for Megatron's own pretraining program and would have no effect here: leave it out.")
     return problems
+
+
+def _value_problems(flag: str, dest: str, value: Any) -> list[str]:
+    """Of a flag that is honoured for some values only."""
+    name = getattr(value, "name", value)  # some are enumerations
+    if dest in VALUES and name not in VALUES[dest][0]:
+        values, why = VALUES[dest]
+        return [f"{flag} {name}: not available (only {', '.join(values)}). {why}"]
+    if dest == "transformer_impl":
+        there = "transformer_engine" if has_transformer_engine() else "local"
+        if name != there:
+            return [
+                f"{flag} {name}: this machine's choice is {there} (Transformer Engine is used where it is installed). Leave the flag out."
+            ]
+    return []
 
 
 def shape_arguments(shape: ModelShape, *, tensor_parallel: int, divisible_by: int) -> dict[str, Any]:

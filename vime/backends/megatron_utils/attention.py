@@ -96,8 +96,6 @@ class PackedCoreAttention(MegatronModule):
         if config.context_parallel_size != 1:
             raise NotImplementedError("PackedCoreAttention does not split sequences over context-parallel ranks.")
         self.scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)
-        if config.apply_query_key_layer_scaling:
-            self.scale /= max(1, layer_number)
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
 
     def forward(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import random
-import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from types import ModuleType
@@ -16,12 +17,13 @@ import torch.distributed as dist
 
 from vime.backends.megatron_utils import cpu_activate
 from vime.config.sections import ClusterConfig, TrainingConfig
-from vime.errors import ConfigError, DeadlineError, ResourceError
+from vime.errors import ConfigError, DeadlineError, ResourceError, TrainerError
 
-__all__ = ["Platform", "import_megatron", "init_distributed", "init_parallel", "platform", "set_threads", "shutdown"]
+__all__ = ["Platform", "import_megatron", "init_distributed", "init_parallel", "platform", "set_threads", "shutdown", "watch_peers"]
 
 log = logging.getLogger(__name__)
 MEGATRON_VERSION = "0.19."
+PEER_FAILURES = ("gloo", "Connection closed by peer", "Connection reset by peer", "NCCL", "Timed out waiting", "Broken pipe")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,10 +42,6 @@ class Platform:
 
 def import_megatron() -> ModuleType:
     """Import `megatron.core`, behind the CPU layer where that is needed, and check its version."""
-    warnings.filterwarnings("ignore", module=r"megatron\.")  # "Transformer Engine and Apex are not installed", a dozen times
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.")  # of what Megatron calls
-    warnings.filterwarnings("ignore", module=r"torch\.distributed\.checkpoint\.")
-    logging.getLogger("megatron").setLevel(logging.ERROR)  # what it has to say of importance it raises
     import megatron.core
 
     if not megatron.core.__version__.startswith(MEGATRON_VERSION):
@@ -124,6 +122,20 @@ def init_parallel(*, tensor: int, sequence: bool, seed: int, deadline_s: float) 
     np.random.seed(seed)
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+@contextmanager
+def watch_peers(phase: str, progress: str) -> Iterator[None]:
+    """Turn the failure of a collective (a peer died, or did not come within the deadline) into a TrainerError that says where."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not any(sign in str(error) for sign in PEER_FAILURES):
+            raise
+        raise TrainerError(
+            f"trainer rank {dist.get_rank()} lost another rank during '{phase}' (last progress: {progress}): {str(error)[:300]}. "
+            "Look at the log of the rank that ended or hangs."
+        ) from error
 
 
 def shutdown() -> None:

@@ -10,10 +10,14 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import hashlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import marshal
+import os
 import sys
+import tempfile
 import types
 import warnings
 from collections.abc import Iterator, Sequence
@@ -22,10 +26,11 @@ from typing import Any
 
 import torch
 
-__all__ = ["CpuAccelerator", "enable_without_cuda", "rewrite"]
+__all__ = ["CpuAccelerator", "CpuLoader", "enable_without_cuda", "rewrite"]
 
 PACKAGES = ("megatron.core", "megatron.training")
 ACCELERATOR_NAME = "__vime_cpu_accelerator__"
+REWRITER = Path(__file__).read_bytes()  # rewritten code is cached as long as this file and Megatron's stay as they are
 LITERALS = {
     "cuda": "cpu",
     "cuda:0": "cpu",
@@ -202,10 +207,30 @@ def rewrite(source: str | bytes, path: str = "<source>") -> types.CodeType:
         return compile(ast.fix_missing_locations(tree), path, "exec", dont_inherit=True)
 
 
-class _Loader(importlib.machinery.SourceFileLoader):
+def _write_whole(path: Path, data: bytes) -> None:
+    """Write a file so that no other process sees a part of it."""
+    path.parent.mkdir(exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        file.write(data)
+    os.replace(file.name, path)
+
+
+class CpuLoader(importlib.machinery.SourceFileLoader):
+    """Loads a module from its rewritten source, through a cache beside Python's own."""
+
     def get_code(self, fullname: str) -> types.CodeType:
-        path = self.get_filename(fullname)
-        return rewrite(Path(path).read_bytes(), path)
+        path = Path(self.get_filename(fullname))
+        cache = path.parent / "__pycache__" / f"{path.stem}.vime-cpu-{sys.implementation.cache_tag}.pyc"
+        source = path.read_bytes()
+        stamp = importlib.util.MAGIC_NUMBER + hashlib.sha256(REWRITER + source).digest()
+        with contextlib.suppress(OSError):
+            stored = cache.read_bytes()
+            if stored.startswith(stamp):
+                return marshal.loads(stored[len(stamp) :])
+        code = rewrite(source, str(path))
+        with contextlib.suppress(OSError):  # a read-only installation is rewritten in each process: 3 s
+            _write_whole(cache, stamp + marshal.dumps(code))
+        return code
 
     def exec_module(self, module: types.ModuleType) -> None:
         module.__dict__[ACCELERATOR_NAME] = CpuAccelerator()
@@ -225,21 +250,23 @@ class _Finder(importlib.abc.MetaPathFinder):
         if spec is None or spec.origin is None or type(spec.loader) is not importlib.machinery.SourceFileLoader:
             return spec
         return importlib.util.spec_from_file_location(
-            fullname, spec.origin, loader=_Loader(fullname, spec.origin), submodule_search_locations=spec.submodule_search_locations
+            fullname, spec.origin, loader=CpuLoader(fullname, spec.origin), submodule_search_locations=spec.submodule_search_locations
         )
 
 
-def _plain_functions(module: types.ModuleType) -> None:
+def _plain_functions(module: Any) -> None:
     """`megatron.core.jit`: torch.compile would need a C++ compiler and gain nothing here."""
     module.disable_jit_fuser()
 
 
-def _cpu_generators(module: types.ModuleType) -> None:
+def _cpu_generators(module: Any) -> None:
     """`megatron.core.tensor_parallel.random`: hold the states of the CPU generator instead of CUDA's."""
     module._get_cuda_rng_state = lambda device="cpu", clone=False, graph_safe=False: torch.get_rng_state()
     module._set_cuda_rng_state = lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)
 
-    class CpuStatesTracker(module.CudaRNGStatesTracker):  # type: ignore[name-defined, misc]
+    class CpuStatesTracker(module.CudaRNGStatesTracker):  # type: ignore[misc]
+        _current_state_name: str
+
         @contextlib.contextmanager
         def fork(self, name: str = module._MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
             if name not in self.states_:

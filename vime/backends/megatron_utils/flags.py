@@ -5,7 +5,7 @@ Names are Megatron's destinations (attribute names). A flag that would be parsed
 
 from __future__ import annotations
 
-__all__ = ["CURES", "HONOURED", "NOT_YET_PREFIXES", "ONE_ONLY"]
+__all__ = ["CURES", "HONOURED", "NOT_YET_PREFIXES", "ONE_ONLY", "VALUES"]
 
 SHAPE = frozenset(
     "num_layers hidden_size ffn_hidden_size num_attention_heads group_query_attention num_query_groups kv_channels normalization "
@@ -27,7 +27,7 @@ OPTIMIZER = frozenset(
 )
 COMPUTE = frozenset(
     "seed attention_dropout hidden_dropout recompute_granularity recompute_method recompute_num_layers recompute_modules "
-    "recompute_activations distribute_saved_activations attention_softmax_in_fp32 apply_query_key_layer_scaling attention_backend "
+    "recompute_activations distribute_saved_activations attention_softmax_in_fp32 attention_backend "
     "deterministic_mode fp32_residual_connection transformer_impl masked_softmax_fusion bias_gelu_fusion bias_swiglu_fusion "
     "bias_dropout_fusion apply_rope_fusion gradient_accumulation_fusion no_persist_layer_norm".split()
 )
@@ -40,6 +40,11 @@ ONE_ONLY: tuple[str, ...] = (  # honoured only at size 1
     "expert_tensor_parallel_size",
 )
 
+VALUES: dict[str, tuple[tuple[str, ...], str]] = {  # (values that are honoured, what to know about the others)
+    "optimizer": (("adam",), "The distributed optimizer, which this trainer always uses, can save and resume Adam's state only."),
+    "attention_backend": (("auto", "flash"), "Packed sequences go through flash attention (on a CPU, through torch's SDPA)."),
+}
+
 NOT_YET_PREFIXES: tuple[str, ...] = tuple(  # kinds of model or of training that Megatron can do and this trainer does not build yet
     "num_experts moe_ expert_ mtp_ multi_latent q_lora kv_lora qk_head qk_pos v_head mla_ mamba_ hybrid_ is_hybrid dsa_ linear_ "
     "experimental_attention num_layers_per_virtual num_virtual_stages pipeline_model_parallel_layout decoder_first decoder_last "
@@ -50,6 +55,7 @@ NOT_YET_PREFIXES: tuple[str, ...] = tuple(  # kinds of model or of training that
 )
 
 CURES: dict[str, str] = {
+    "apply_query_key_layer_scaling": "It guards a float16 softmax; here the softmax is computed in float32.",
     "bf16": "Say --train-memory-dtype bfloat16 (the default on a GPU).",
     "fp16": "float16 is not offered; say --train-memory-dtype bfloat16.",
     "micro_batch_size": "--micro-batch-size is ours: give it once.",

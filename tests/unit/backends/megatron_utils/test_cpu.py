@@ -6,13 +6,14 @@ import importlib
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
-from vime.backends.megatron_utils.cpu import ACCELERATOR_NAME, CpuAccelerator, rewrite
+from vime.backends.megatron_utils.cpu import ACCELERATOR_NAME, CpuAccelerator, CpuLoader, rewrite
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU layer is inactive where CUDA is there")
 
@@ -125,6 +126,24 @@ def test_functions_are_not_compiled() -> None:
         return x
 
     assert jit.jit_fuser(plain) is plain
+
+
+def test_rewritten_code_is_cached_until_the_source_changes(tmp_path: Path) -> None:
+    source = tmp_path / "module.py"
+
+    def load() -> dict[str, Any]:
+        names: dict[str, Any] = {}
+        exec(CpuLoader("module", str(source)).get_code("module"), names)
+        return names
+
+    source.write_text("x = 'cuda'")
+    assert load()["x"] == "cpu"
+    (cache,) = (tmp_path / "__pycache__").glob("*.pyc")
+    written = cache.stat().st_mtime_ns
+    assert load()["x"] == "cpu"
+    assert cache.stat().st_mtime_ns == written
+    source.write_text("x = 'cuda', 2")
+    assert load()["x"] == ("cpu", 2)
 
 
 def test_megatron_imported_too_early_is_refused() -> None:
