@@ -3,8 +3,8 @@
     python -m vime.backends.megatron_utils.arguments [--hf-checkpoint DIR] [--world-size N] [--] TOKENS...
 
 checks tokens for the driver, which must not import Megatron: exit 0 and one JSON object of plain resolved values on the
-last line of stdout, or exit 2 and the problems on stderr. With a folder the tokens are also checked against its config.json
-and by Megatron's own `validate_args`.
+last line of stdout, or exit 2 and the problems on stderr, one a line and nothing else. With a folder the tokens are also
+checked against its config.json and by Megatron's own `validate_args`.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _unknown_flag(token: str, names: Iterable[str]) -> str:
     flag = token.partition("=")[0]
     near = difflib.get_close_matches(flag, list(names), n=3, cutoff=0.6)
     hint = f" Nearest: {', '.join(near)}." if near else ""
-    return f"{flag} is no flag of vime's and none of Megatron's.{hint}"
+    return f"unknown flag {flag}: neither vime's nor Megatron's.{hint}"
 
 
 def _flag_of(parser: argparse.ArgumentParser, dest: str) -> str:
@@ -301,12 +301,18 @@ def main(argv: Sequence[str]) -> int:
     options.add_argument("--world-size", type=int)
     ours, tokens = (list(argv[: argv.index("--")]), list(argv[argv.index("--") + 1 :])) if "--" in argv else ([], list(argv))
     given = options.parse_args(ours)
+    logging.disable(logging.WARNING)  # what third parties say while they are loaded is no problem of the user's
     try:
-        with contextlib.redirect_stdout(sys.stderr):
+        with contextlib.redirect_stdout(io.StringIO()):
             values = check_tokens(tokens, hf_checkpoint=given.hf_checkpoint, world_size=given.world_size)
+    except ConfigError as error:
+        print("\n".join(error.problems), file=sys.stderr)
+        return 2
     except VimeError as error:
         print(error, file=sys.stderr)
         return 2
+    finally:
+        logging.disable(logging.NOTSET)
     print(json.dumps(values))
     return 0
 
