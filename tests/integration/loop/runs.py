@@ -77,7 +77,7 @@ class Run:
         end = time.monotonic() + seconds
         while (left := self.processes()) and time.monotonic() < end:
             time.sleep(0.2)  # other processes are ending
-        assert left == {}
+        assert not left, f"processes left: {left}"
         left_segments = set(os.listdir("/dev/shm")) - self.segments_before - _segments_in_use()
         assert not left_segments, f"left in /dev/shm: {left_segments}"
 

@@ -6,6 +6,7 @@ import socket
 from pathlib import Path
 
 import pytest
+
 from runs import Run
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]

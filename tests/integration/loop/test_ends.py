@@ -4,6 +4,7 @@ import signal
 import time
 
 import pytest
+
 from runs import Run
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
