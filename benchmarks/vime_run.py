@@ -29,8 +29,17 @@ __all__ = ["run_vime", "vime_flags"]
 
 SECONDS_PER_RUN = 900.0
 PHASES = ("rollout", "train", "sync")
-# The quickstart's flags that are none of a step's: evaluation and saving.
-LEFT_OUT = ("--eval-prompt-data", "--eval-interval", "--eval-temperature", "--save", "--save-interval", "--save-hf", "--use-tensorboard")
+# The quickstart's flags that are none of a step's: evaluation, saving, a learning-rate warm-up longer than a short measurement.
+LEFT_OUT = (
+    "--eval-prompt-data",
+    "--eval-interval",
+    "--eval-temperature",
+    "--save",
+    "--save-interval",
+    "--save-hf",
+    "--use-tensorboard",
+    "--lr-warmup-iters",
+)
 
 READY = re.compile(r"^ready after ")
 SYNCED = re.compile(r"^weights sent: ")
