@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vime.backends.megatron_utils.attention import packed_attention_cpu
+from vime.backends.megatron_utils.attention import packed_attention_cpu, packed_attention_cuda
 from vime.backends.megatron_utils.packed_params import attention_plan
 
 SCALE = 0.3
@@ -17,7 +17,7 @@ def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """softmax(q k^T scale + causal mask) v of one sequence, written out. q [T, H, D], k and v [T, G, D]."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k) * SCALE
-    scores = scores.masked_fill(torch.ones(len(q), len(q)).triu(1).bool(), float("-inf"))
+    scores = scores.masked_fill(torch.ones(len(q), len(q), device=q.device).triu(1).bool(), float("-inf"))
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
 
 
@@ -49,3 +49,20 @@ def test_the_plan_wastes_little(lengths: list[int]) -> None:
 def test_many_equal_sequences_are_one_rectangle() -> None:
     plan = attention_plan(torch.arange(0, 26 * 513, 26, dtype=torch.int32))
     assert plan.shapes == ((512, 26),)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_flash_attention_equals_each_sequence_alone() -> None:
+    lengths = [5, 17, 130, 64, 1]
+    generator = torch.Generator("cuda").manual_seed(0)
+    kind = {"device": "cuda", "dtype": torch.bfloat16, "generator": generator}
+    tensors = [torch.randn(sum(lengths), heads, 64, **kind, requires_grad=True) for heads in (4, 2, 2)]
+    weight = torch.randn(sum(lengths), 4, 64, device="cuda", generator=generator)
+    cu_seqlens = torch.tensor([0, *lengths], device="cuda").cumsum(0).to(torch.int32)
+    out = packed_attention_cuda(*tensors, cu_seqlens, max(lengths), scale=SCALE)
+    expected = torch.cat([plain(*(x.float() for x in parts)) for parts in zip(*(x.split(lengths) for x in tensors), strict=True)])
+    assert (out.float() - expected).abs().max() < 0.02  # bfloat16
+    grads, expected_grads = (torch.autograd.grad((x * weight).sum(), tensors, retain_graph=True) for x in (out.float(), expected))
+    for got, want in zip(grads, expected_grads, strict=True):
+        assert (got - want).abs().max() / want.abs().max() < 0.02
