@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import re
 import shlex
@@ -16,6 +17,23 @@ from vime.utils.arguments import parse_args
 
 DOCUMENTS = [ROOT / "README.md", ROOT / "AGENTS.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 DOCUMENTS += sorted((ROOT / "examples").glob("**/*.md"))
+QWEN3_SHAPE = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000,
+    "tie_word_embeddings": True,
+    "hidden_act": "silu",
+    "attention_bias": False,
+}
 TRAIN = (["vime", "train"], [".venv/bin/vime", "train"], ["python", "train.py"])
 
 
@@ -42,6 +60,7 @@ def test_training_commands_parse(place: str, flags: list[str], tmp_path: Path, m
     for flag, value in itertools.pairwise(flags):
         if flag in ("--hf-checkpoint", "--ref-load"):
             Path(value).mkdir(parents=True, exist_ok=True)
+            (Path(value) / "config.json").write_text(json.dumps(QWEN3_SHAPE))
         elif flag == "--prompt-data":
             Path(value).parent.mkdir(parents=True, exist_ok=True)
             Path(value).write_text('{"input": "1+1=", "label": "2"}\n')

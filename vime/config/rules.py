@@ -86,7 +86,7 @@ def _algorithm(config: RunConfig) -> Iterator[str]:
             if getattr(alg, name) is not None:
                 yield f"--{name.replace('_', '-')} has no effect with --loss-type sft_loss: leave it out."
     elif policy and not alg.compute_advantages_and_returns:
-        yield "--disable-compute-advantages-and-returns leaves --loss-type policy_loss without advantages: it goes with sft_loss or custom_loss."
+        yield "--disable-compute-advantages-and-returns goes with sft_loss or custom_loss: policy_loss needs advantages."
 
 
 def _rollout(config: RunConfig) -> Iterator[str]:

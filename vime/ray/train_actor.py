@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import socket
 from typing import TYPE_CHECKING, Any
 
 from vime.config import RunConfig
@@ -12,6 +11,8 @@ from vime.ray.process import WatchedActor
 from vime.types import TrainBatch, WeightSyncReport
 
 if TYPE_CHECKING:  # the driver imports this module to create the actors; torch and Megatron load in the actors alone
+    from torch.distributed import TCPStore
+
     from vime.backends.megatron_utils.actor import MegatronTrainer
 
 __all__ = ["MegatronTrainRayActor"]
@@ -24,12 +25,15 @@ class MegatronTrainRayActor(WatchedActor):
         super().__init__(log)
         self._config, self._rank, self._world_size = config, rank, world_size
         self._trainer: MegatronTrainer | None = None
+        self._store: TCPStore | None = None
 
     def rendezvous(self) -> tuple[str, int]:
-        """(address, port) where the ranks meet; asked of rank 0."""
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            return "127.0.0.1", s.getsockname()[1]
+        """(address, port) where the ranks meet; asked of rank 0, which serves there from now on, so that nobody can take the port."""
+        from torch.distributed import TCPStore
+
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # rank 0 joins as a client, too
+        return "127.0.0.1", self._store.port
 
     def init(self, master_addr: str, master_port: int, load: str | None) -> dict[str, Any]:
         """Build the model and optimizer; load `load` (a commit's trainer folder) when given."""

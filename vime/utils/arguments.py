@@ -31,14 +31,13 @@ OWNER_DEADLINE = 180.0  # seconds an owner's parser may take, its imports includ
 def parse_args(argv: Sequence[str] | None = None) -> RunConfig:
     """Parse and validate the command line (default: sys.argv[1:]). Raises ConfigError with every problem found."""
     tokens = split_tokens(sys.argv[1:] if argv is None else argv, flag_table().keys())
-    owners = _start_owners(tokens)
     problems: list[str] = []
     sections: dict[str, Any] = {}
     try:
         sections = parse_own(tokens.own)
     except ConfigError as error:
         problems += error.problems
-    megatron, owner_problems = _finish_owners(owners)
+    megatron, owner_problems = _finish_owners(_start_owners(tokens, _model_options(sections)))
     problems += owner_problems
     if problems:
         raise ConfigError(*problems)
@@ -53,9 +52,19 @@ def parse_args(argv: Sequence[str] | None = None) -> RunConfig:
     return config
 
 
-def _start_owners(tokens: OwnedTokens) -> dict[str, subprocess.Popen[str]]:
+def _model_options(sections: dict[str, Any]) -> list[str]:
+    """What Megatron's check needs to compare shape flags and parallel sizes with the model; nothing while that is unknown."""
+    if not sections or sections["debug"].debug_rollout_only:
+        return []
+    folder, cluster = sections["model"].hf_checkpoint, sections["cluster"]
+    if folder is None or not os.path.isdir(folder):
+        return []  # a rule speaks of that
+    return ["--hf-checkpoint", folder, "--world-size", str(cluster.actor_num_nodes * cluster.actor_num_gpus_per_node)]
+
+
+def _start_owners(tokens: OwnedTokens, model_options: list[str]) -> dict[str, subprocess.Popen[str]]:
     """Start the parsers that have tokens to check; Megatron's always, since its defaults are wanted too."""
-    commands = {"megatron": ["vime.backends.megatron_utils.arguments", *tokens.megatron]}
+    commands = {"megatron": ["vime.backends.megatron_utils.arguments", *model_options, "--", *tokens.megatron]}
     if tokens.vllm:
         commands["vllm"] = ["vime.backends.vllm_utils.arguments", "vllm", *tokens.vllm]
     if tokens.router:

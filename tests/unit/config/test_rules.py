@@ -52,7 +52,7 @@ def test_a_plain_run_is_valid(valid):
         ({"kl_loss_coef": 0.1}, "go together"),
         ({"loss_type": "sft_loss"}, "add --disable-compute-advantages-and-returns"),
         ({"loss_type": "custom_loss"}, "--custom-loss-function-path go together"),
-        ({"compute_advantages_and_returns": False}, "without advantages"),
+        ({"compute_advantages_and_returns": False}, "policy_loss needs advantages"),
         ({"debug_train_only": True}, "default that needs them"),
         ({"custom_rm_path": "a.b"}, "both give the reward"),
         ({"group_rm": True}, "--group-rm needs --custom-rm-path"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -21,6 +22,8 @@ from vime.errors import DeadlineError, EngineError, ResourceError
 __all__ = ["LOOPBACK", "PortClaim", "ServerProcess", "new_secret"]
 
 LOOPBACK = "127.0.0.1"
+_ERROR_LINE = re.compile(r"\b[A-Z]\w*(Error|Exception): ")  # the last line of a Python traceback
+_LOG_PREFIX = re.compile(r"^\(.*? pid=\d+\) \w+ [\d:. -]+\[\S+\] ")  # vLLM's
 _SUPERVISOR = Path(__file__).with_name("supervisor.py")
 _SOCKET_PATH_LIMIT = 108  # bytes, sockaddr_un.sun_path
 _SCRATCH_TAIL = len("/vime-12345678/") + 36  # our folder, and a uuid as vLLM names its sockets
@@ -112,11 +115,15 @@ class ServerProcess:
         return self._process.poll()
 
     def log_tail(self, lines: int = 25) -> str:
-        """The last lines this server wrote to its log."""
+        """The last lines this server wrote to its log, and before them the first error it wrote: what follows hides the cause."""
         with self.log_path.open("rb") as log:
-            log.seek(max(self._log_start, self.log_path.stat().st_size - 64 * 1024))
-            text = log.read().decode("utf-8", "replace")
-        return "\n".join(text.rstrip().splitlines()[-lines:])
+            log.seek(max(self._log_start, self.log_path.stat().st_size - 256 * 1024))
+            written = log.read().decode("utf-8", "replace").rstrip().splitlines()
+        errors = [line for line in written if _ERROR_LINE.search(line)]
+        last = written[-lines:]
+        if lines > 1 and errors and errors[0] not in last:
+            last = [f"first error: {_LOG_PREFIX.sub('', errors[0])}", "...", *last]
+        return "\n".join(last)
 
     def wait_ready(self, probe: Callable[[], bool], seconds: float, *, cure: str) -> None:
         """Return as soon as `probe()` is true. EngineError at once when the server ends, DeadlineError after `seconds`."""

@@ -136,3 +136,12 @@ def test_a_claimed_port_can_be_bound_by_the_server_it_is_kept_for_and_not_claime
         claim.close()
         with pytest.raises(ResourceError, match=f"Port {claim.port} for another"):
             PortClaim(claim.port, what="another")
+
+
+def test_the_first_error_is_shown_before_the_last_lines(tmp_path):
+    lines = ["(Worker pid=9) ERROR 11-29 16:38:29 [x.py:1] RuntimeError: head_dim=16 is not supported", *["noise"] * 40]
+    code = f"print({chr(10).join(lines)!r}); import sys; sys.exit(3)"
+    process = ServerProcess("engine 0", [sys.executable, "-c", code], env=dict(os.environ), log_path=tmp_path / "log")
+    with pytest.raises(EngineError, match="first error: RuntimeError: head_dim=16 is not supported\n"):
+        process.wait_ready(lambda: False, 60.0, cure="")
+    process.stop()
