@@ -15,7 +15,7 @@ from typing import Any
 
 import ray
 
-from vime.backends.vllm_utils.router import RouterServer
+from vime.backends.vllm_utils.router import ExternalRouter, RouterServer
 from vime.config import RunConfig
 from vime.errors import EngineError
 from vime.hooks import hook_errors, load_hook
@@ -47,7 +47,7 @@ class RolloutManager(WatchedActor):
     def __init__(self, config: RunConfig, run_dir: str, log_dir: str) -> None:
         super().__init__(str(Path(log_dir) / "rollout_manager.log"))
         self._config, self._run_dir, self._log_dir = config, run_dir, Path(log_dir)
-        self._router: RouterServer | None = None
+        self._router: RouterServer | ExternalRouter | None = None
         self._args = config.runtime_args(run_dir=run_dir, num_engines=config.num_engines, vllm_router_ip=None, vllm_router_port=None)
         self._source: Any = None
 
@@ -67,11 +67,13 @@ class RolloutManager(WatchedActor):
     def connect(self, engine_urls: list[str]) -> None:
         """Start the router in front of the engines, or take the one that the user named."""
         engine = self._config.engine
-        host, port = engine.vllm_router_ip, engine.vllm_router_port
-        if host is None:
-            self._router = RouterServer(engine_urls, router_tokens=self._config.router_tokens, log_path=self._log_dir / "router.log")
-            self._router.wait_ready(ROUTER_DEADLINE)
-            host, port = self._router.host, self._router.port
+        if engine.vllm_router_ip is not None and engine.vllm_router_port is not None:
+            self._router = ExternalRouter(engine.vllm_router_ip, engine.vllm_router_port, engine_urls)
+        else:
+            router = RouterServer(engine_urls, router_tokens=self._config.router_tokens, log_path=self._log_dir / "router.log")
+            self._router = router
+            router.wait_ready(ROUTER_DEADLINE)
+        host, port = self._router.host, self._router.port
         self._args = self._config.runtime_args(
             run_dir=self._run_dir, num_engines=self._config.num_engines, vllm_router_ip=host, vllm_router_port=port
         )

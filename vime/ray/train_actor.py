@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import socket
 from typing import TYPE_CHECKING, Any
 
 from vime.config import RunConfig
@@ -16,6 +17,8 @@ if TYPE_CHECKING:  # the driver imports this module to create the actors; torch 
     from vime.backends.megatron_utils.actor import MegatronTrainer
 
 __all__ = ["MegatronTrainRayActor"]
+
+LOOPBACK = "127.0.0.1"  # all trainers are on one node
 
 
 class MegatronTrainRayActor(WatchedActor):
@@ -31,13 +34,18 @@ class MegatronTrainRayActor(WatchedActor):
         """(address, port) where the ranks meet; asked of rank 0, which serves there from now on, so that nobody can take the port."""
         from torch.distributed import TCPStore
 
-        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        listener = socket.socket()
+        listener.bind((LOOPBACK, 0))  # left to itself the store listens on every interface
+        listener.listen(128)
+        port = listener.getsockname()[1]
+        self._store = TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # rank 0 joins as a client, too
-        return "127.0.0.1", self._store.port
+        return LOOPBACK, port
 
     def init(self, master_addr: str, master_port: int, load: str | None) -> dict[str, Any]:
         """Build the model and optimizer; load `load` (a commit's trainer folder) when given."""
         os.environ.update(RANK=str(self._rank), WORLD_SIZE=str(self._world_size), LOCAL_RANK=str(self._rank))
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         from vime.backends.megatron_utils.actor import MegatronTrainer
 
         self._trainer = MegatronTrainer(

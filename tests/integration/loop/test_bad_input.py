@@ -99,12 +99,11 @@ def test_more_trainers_than_cores_are_refused(flags, tmp_path):
     refused(flags(actor_num_gpus_per_node=512), tmp_path, "512 trainer processes", "cores", code=2)
 
 
-def test_a_taken_port_is_named(flags, tmp_path):
-    with socket.socket() as taken:
+def test_a_router_that_is_not_there_is_named(flags, tmp_path):
+    with socket.socket() as taken:  # bound, but nobody listens
         taken.bind(("127.0.0.1", 0))
-        taken.listen()
         port = taken.getsockname()[1]
-        refused([*flags(), "--router-port", str(port)], tmp_path, str(port))
+        refused(flags(vllm_router_ip="127.0.0.1", vllm_router_port=port), tmp_path, f"no vllm-router answers at 127.0.0.1:{port}")
 
 
 def test_a_folder_that_cannot_be_written_is_refused(flags, tmp_path):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from vime.backends.vllm_utils.process import PortClaim
-from vime.backends.vllm_utils.router import RouterServer
+from vime.backends.vllm_utils.router import ExternalRouter, RouterServer
 from vime.backends.vllm_utils.server import EngineServer
 from vime.backends.weight_transfer.control import SECRET_HEADER, EngineControl
 from vime.errors import EngineError, ResourceError
@@ -67,3 +67,12 @@ def test_a_claimed_port_is_given_to_nobody_else() -> None:
     assert len({claim.port for claim in claims}) == 50
     for claim in claims:
         claim.close()
+
+
+def test_a_router_that_runs_already_takes_our_engines_and_gives_them_back(engine: EngineServer, router: RouterServer) -> None:
+    router.remove_worker(engine.endpoint.url)
+    other = ExternalRouter(router.host, router.port, [engine.endpoint.url])
+    assert router.workers() == [engine.endpoint.url]
+    other.stop()
+    assert router.workers() == []
+    router.add_worker(engine.endpoint.url)

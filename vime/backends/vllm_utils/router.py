@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -14,7 +15,7 @@ from urllib.parse import quote
 from vime.backends.vllm_utils.process import LOOPBACK, PortClaim, ServerProcess
 from vime.errors import DeadlineError, EngineError
 
-__all__ = ["RouterServer", "router_command"]
+__all__ = ["ExternalRouter", "RouterServer", "router_command"]
 
 
 def router_command(engine_urls: Sequence[str], *, port: int, metrics_port: int, router_tokens: Sequence[str]) -> list[str]:
@@ -40,34 +41,16 @@ def router_command(engine_urls: Sequence[str], *, port: int, metrics_port: int, 
     return [sys.executable, "-m", "vllm_router.launch_router", *words, *router_tokens, "--worker-urls", *engine_urls]
 
 
-class RouterServer:
-    """The router. It begins to start when constructed, and listens on loopback alone."""
+class RouterClient:
+    """The administration of a vllm-router at an address."""
 
-    def __init__(self, engine_urls: Sequence[str], *, log_path: Path, router_tokens: Sequence[str] = (), port: int | None = None) -> None:
-        """`port`: a fixed port (default: any free one); ResourceError when it is taken."""
-        self.host = LOOPBACK
-        self._urls = list(engine_urls)
-        self._claim = PortClaim(port, what="the router")
-        self._metrics_claim = PortClaim(None, what="the router's metrics")
-        self.port = self._claim.port
-        command = router_command(self._urls, port=self.port, metrics_port=self._metrics_claim.port, router_tokens=router_tokens)
-        self._process = ServerProcess("the router", command, env=dict(os.environ), log_path=Path(log_path), grace=2.0)
+    def __init__(self, host: str, port: int) -> None:
+        self.host, self.port = host, port
 
     @property
     def url(self) -> str:
         """http://HOST:PORT."""
         return f"http://{self.host}:{self.port}"
-
-    @property
-    def pid(self) -> int:
-        """Root of the router's process tree."""
-        return self._process.pid
-
-    def wait_ready(self, seconds: float) -> None:
-        """Wait until the router serves and knows all engines. EngineError when it dies, DeadlineError after `seconds`."""
-        self._process.wait_ready(self._knows_all, seconds, cure="Check the --router- flags and that the engines are healthy.")
-        self._claim.close()
-        self._metrics_claim.close()
 
     def workers(self) -> list[str]:
         """URLs of the engines that the router knows."""
@@ -83,26 +66,6 @@ class RouterServer:
     def remove_worker(self, url: str, seconds: float = 60.0) -> None:
         """Route no more to an engine."""
         self._change("remove_worker", url, seconds)
-
-    def poll(self) -> int | None:
-        """None while the router runs, else its exit status."""
-        return self._process.poll()
-
-    def log_tail(self, lines: int = 25) -> str:
-        """The last lines of the router's log."""
-        return self._process.log_tail(lines)
-
-    def stop(self) -> None:
-        """End the router; a second call does nothing."""
-        self._claim.close()
-        self._metrics_claim.close()
-        self._process.stop()
-
-    def _knows_all(self) -> bool:
-        try:
-            return set(self._urls) <= set(self.workers())
-        except (OSError, http.client.HTTPException, EngineError, ValueError):
-            return False
 
     def _change(self, action: str, url: str, seconds: float) -> None:
         begun = time.monotonic()
@@ -124,3 +87,79 @@ class RouterServer:
             return response.status, response.read().decode("utf-8", "replace")
         finally:
             connection.close()
+
+
+class ExternalRouter(RouterClient):
+    """A router that somebody else started (--vllm-router-ip, --vllm-router-port): our engines join it and leave it again."""
+
+    def __init__(self, host: str, port: int, engine_urls: Sequence[str]) -> None:
+        """Registers the engines; EngineError when no router answers there."""
+        super().__init__(host, port)
+        try:
+            self.workers()
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise EngineError(
+                f"no vllm-router answers at {host}:{port} (--vllm-router-ip, --vllm-router-port): {error}. "
+                "Start it there, or leave both flags out and the run starts its own."
+            ) from error
+        self._urls = list(engine_urls)
+        for url in self._urls:
+            self.add_worker(url)
+
+    def poll(self) -> int | None:
+        """It is not our process: None."""
+        return None
+
+    def log_tail(self, lines: int = 25) -> str:
+        """Its log is elsewhere."""
+        return f"The log of the router at {self.url} is with whoever started it."
+
+    def stop(self) -> None:
+        """Take our engines out of it."""
+        while self._urls:
+            with contextlib.suppress(EngineError, DeadlineError):
+                self.remove_worker(self._urls.pop(), seconds=5.0)
+
+
+class RouterServer(RouterClient):
+    """The router. It begins to start when constructed, and listens on loopback alone."""
+
+    def __init__(self, engine_urls: Sequence[str], *, log_path: Path, router_tokens: Sequence[str] = (), port: int | None = None) -> None:
+        """`port`: a fixed port (default: any free one); ResourceError when it is taken."""
+        self._urls = list(engine_urls)
+        self._claim = PortClaim(port, what="the router")
+        self._metrics_claim = PortClaim(None, what="the router's metrics")
+        super().__init__(LOOPBACK, self._claim.port)
+        command = router_command(self._urls, port=self.port, metrics_port=self._metrics_claim.port, router_tokens=router_tokens)
+        self._process = ServerProcess("the router", command, env=dict(os.environ), log_path=Path(log_path), grace=2.0)
+
+    @property
+    def pid(self) -> int:
+        """Root of the router's process tree."""
+        return self._process.pid
+
+    def wait_ready(self, seconds: float) -> None:
+        """Wait until the router serves and knows all engines. EngineError when it dies, DeadlineError after `seconds`."""
+        self._process.wait_ready(self._knows_all, seconds, cure="Check the --router- flags and that the engines are healthy.")
+        self._claim.close()
+        self._metrics_claim.close()
+
+    def poll(self) -> int | None:
+        """None while the router runs, else its exit status."""
+        return self._process.poll()
+
+    def log_tail(self, lines: int = 25) -> str:
+        """The last lines of the router's log."""
+        return self._process.log_tail(lines)
+
+    def stop(self) -> None:
+        """End the router; a second call does nothing."""
+        self._claim.close()
+        self._metrics_claim.close()
+        self._process.stop()
+
+    def _knows_all(self) -> bool:
+        try:
+            return set(self._urls) <= set(self.workers())
+        except (OSError, http.client.HTTPException, EngineError, ValueError):
+            return False

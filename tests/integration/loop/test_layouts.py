@@ -1,0 +1,63 @@
+"""More than one trainer and more than one engine; a cluster of one's own and a cluster that was there before."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from runs import Run, metrics
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+
+
+def steps(folder):
+    return [line for line in metrics(folder) if line["source"] == "step"]
+
+
+def assert_agreement(folder, count):
+    lines = steps(folder)
+    assert [line["step"] for line in lines] == list(range(count))
+    assert all(line["train/train_rollout_logprob_abs_diff"] <= 1e-4 for line in lines)
+
+
+def test_tensor_parallel_trainers_feed_two_engines(flags, tmp_path):
+    changes = {"actor_num_gpus_per_node": 2, "tensor_model_parallel_size": 2, "rollout_num_gpus": 2, "num_rollout": 2}
+    run = Run(flags(**changes, vllm_enable_deterministic_inference=False), tmp_path / "out.txt")
+    assert run.wait() == 0, run.output[-3000:]
+    run.assert_nothing_left()
+    assert_agreement(tmp_path / "run", 2)
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    """A Ray cluster that somebody else started."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    command = [str(Path(sys.executable).parent / "ray"), "start", "--head", "--block", f"--port={port}", "--node-ip-address=127.0.0.1"]
+    command += ["--num-cpus=2", "--include-dashboard=false", "--disable-usage-stats", "--object-store-memory=100000000"]
+    log = tmp_path / "ray.txt"
+    with log.open("wb") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, env={**os.environ})
+    end = time.monotonic() + 120
+    while "Ray runtime started" not in log.read_text(errors="replace"):
+        assert process.poll() is None, log.read_text()
+        assert time.monotonic() < end, log.read_text()
+        time.sleep(0.1)  # another process starts
+    yield f"127.0.0.1:{port}", process
+    os.killpg(process.pid, signal.SIGTERM)
+    process.wait(60)
+
+
+def test_data_parallel_trainers_in_a_cluster_that_was_there_before(flags, tmp_path, cluster):
+    address, process = cluster
+    run = Run(flags(actor_num_gpus_per_node=2, num_rollout=2), tmp_path / "out.txt", env={"RAY_ADDRESS": address})
+    assert run.wait() == 0, run.output[-3000:]
+    assert_agreement(tmp_path / "run", 2)
+    assert process.poll() is None  # the cluster is not ours to end
+    run.assert_nothing_left()
