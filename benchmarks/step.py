@@ -12,9 +12,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from typing import Any
 
-from benchmarks.machine import describe_machine
+from benchmarks.machine import busy_cores, describe_machine, wait_quiet
 from benchmarks.trl_step import run_trl, tuned_settings
 from benchmarks.vime_run import run_vime
 from benchmarks.workload import ROOT, Assets, Workload, add_arguments, from_arguments, write_result
@@ -22,17 +23,25 @@ from benchmarks.workload import ROOT, Assets, Workload, add_arguments, from_argu
 __all__ = ["measure"]
 
 
-def measure(workload: Workload, assets: Assets, rounds: int, extra: list[str], *, with_trl: bool) -> dict[str, Any]:
-    """`rounds` runs of each side, in turns, and the ratio of their samples per second, round by round and overall."""
+def measure(workload: Workload, assets: Assets, rounds: int, extra: list[str], *, with_trl: bool, patience: float) -> dict[str, Any]:
+    """`rounds` runs of each side, in turns, and the ratio of their samples per second, round by round and overall.
+
+    Before each run it waits up to `patience` seconds for a quiet machine.
+    """
     machine = describe_machine()
     runs: dict[str, list[dict[str, Any]]] = {"trl": [], "vime": []}
+    sides: dict[str, Callable[[], dict[str, Any]]] = {
+        "trl": lambda: run_trl(workload, assets, tuned_settings(workload)),
+        "vime": lambda: run_vime(workload, assets, extra),
+    }
+    if not with_trl:
+        del sides["trl"]
     for number in range(1, rounds + 1):
-        if with_trl:
-            runs["trl"].append(run_trl(workload, assets, tuned_settings(workload)))
-            _say(number, "trl", runs["trl"][-1])
-        runs["vime"].append(run_vime(workload, assets, extra))
-        _say(number, "vime", runs["vime"][-1])
-    result: dict[str, Any] = {"machine": machine, "load_1min_after": describe_machine()["load_1min"], "workload": workload.as_dict()}
+        for side, run in sides.items():
+            before = wait_quiet(patience)
+            runs[side].append(run() | {"busy_cores_before": before, "busy_cores_after": busy_cores()})
+            _say(number, side, runs[side][-1])
+    result: dict[str, Any] = {"machine": machine, "workload": workload.as_dict()}
     if with_trl:
         result["ratio"] = _ratio(runs)
     return result | {side: found for side, found in runs.items() if found}
@@ -67,11 +76,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="A quickstart step of vime, against TRL's.")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each side (default: %(default)s)")
     parser.add_argument("--only-vime", action="store_true", help="leave TRL out")
+    parser.add_argument(
+        "--wait-quiet", type=float, default=60.0, help="seconds to wait for a quiet machine before a run (default: %(default)s)"
+    )
     parser.add_argument("--name", default="step", help="write results/NAME.json (default: %(default)s)")
     add_arguments(parser)
     arguments = parser.parse_args(own)
     workload, assets = from_arguments(arguments)
-    result = measure(workload, assets, arguments.rounds, extra, with_trl=not arguments.only_vime)
+    result = measure(workload, assets, arguments.rounds, extra, with_trl=not arguments.only_vime, patience=arguments.wait_quiet)
     print(json.dumps(result, indent=2))
     print(f"written: {write_result(arguments.name, result).relative_to(ROOT)}", file=sys.stderr)
 

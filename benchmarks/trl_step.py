@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import describe_machine
+from benchmarks.machine import describe_machine, wait_quiet
 from benchmarks.trl_env import make_environment
 from benchmarks.workload import RESULTS, ROOT, Assets, Workload, add_arguments, from_arguments, limited_threads, spread, write_result
 
@@ -113,13 +113,13 @@ def tune(workload: Workload, assets: Assets) -> dict[str, Any]:
         {"attention": "eager"},
         {"cache": "static"},
         {"continuous_batching": True},
-        {"torch_compile": True},
         {"threads": 1},
     ]
     tried = []
     fastest = 0.0
     for change in changes:
         settings = replace(best, **change)
+        wait_quiet(60.0)
         try:
             rate = run_trl(workload, assets, settings)["samples_per_second"]
         except (RuntimeError, subprocess.TimeoutExpired) as error:
@@ -144,7 +144,7 @@ def main() -> None:
         print(json.dumps(found, indent=2))
         print(f"written: {write_result('trl_tuning', found).relative_to(ROOT)}", file=sys.stderr)
         return
-    machine = describe_machine()
+    machine = describe_machine() | {"busy_cores": wait_quiet(60.0)}
     result = run_trl(workload, assets, tuned_settings(workload))
     print(json.dumps({"machine": machine, "workload": workload.as_dict(), "trl": result}, indent=2))
 
