@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import re
 import shlex
@@ -12,28 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from examples.quickstart.make_assets import AssetSpec, make_assets
 from tests.rules.source import ROOT, relative
 from vime.utils.arguments import parse_args
 
 DOCUMENTS = [ROOT / "README.md", ROOT / "AGENTS.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 DOCUMENTS += sorted((ROOT / "examples").glob("**/*.md"))
-QWEN3_SHAPE = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000,
-    "tie_word_embeddings": True,
-    "hidden_act": "silu",
-    "attention_bias": False,
-}
 TRAIN = (["vime", "train"], [".venv/bin/vime", "train"], ["python", "train.py"])
 
 
@@ -52,15 +35,20 @@ def train_commands() -> list[tuple[str, list[str]]]:
     return [(place, words[2:]) for place, words in found if words[:2] in TRAIN and len(words) > 2]
 
 
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_assets(tmp_path_factory.mktemp("assets"), AssetSpec())["model"]
+
+
 @pytest.mark.parametrize(("place", "flags"), train_commands(), ids=[place for place, _ in train_commands()])
-def test_training_commands_parse(place: str, flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_commands_parse(place: str, flags: list[str], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if flags in (["--help"], ["--print-config"]):
         return
     monkeypatch.chdir(tmp_path)
     for flag, value in itertools.pairwise(flags):
         if flag in ("--hf-checkpoint", "--ref-load"):
-            Path(value).mkdir(parents=True, exist_ok=True)
-            (Path(value) / "config.json").write_text(json.dumps(QWEN3_SHAPE))
+            Path(value).parent.mkdir(parents=True, exist_ok=True)
+            Path(value).symlink_to(model, target_is_directory=True)
         elif flag == "--prompt-data":
             Path(value).parent.mkdir(parents=True, exist_ok=True)
             Path(value).write_text('{"input": "1+1=", "label": "2"}\n')

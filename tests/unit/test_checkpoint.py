@@ -3,6 +3,7 @@
 import json
 
 import pytest
+
 from vime.checkpoint import LATEST, latest_commit, write_commit
 from vime.errors import CheckpointError, ResourceError
 

@@ -1,6 +1,7 @@
 """The command line: split by owner, typed, bounded, and every mistake reported at once."""
 
 import pytest
+
 from vime.config import RunConfig
 from vime.config.parse import flag_table, help_text, nearest, parse_own
 from vime.config.split import split_tokens

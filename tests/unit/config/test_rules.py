@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+
 from vime.config import RunConfig
 from vime.config.rules import check_rules
 from vime.errors import ConfigError

@@ -3,6 +3,7 @@
 import io
 
 import pytest
+
 from vime.observability.status import Status, duration
 
 

@@ -26,8 +26,9 @@ from typing import Any, NoReturn
 import torch
 
 from vime.backends.megatron_utils.bootstrap import Platform, import_megatron
-from vime.backends.megatron_utils.convert.registry import model_shape
+from vime.backends.megatron_utils.convert.registry import model_ops, model_shape
 from vime.backends.megatron_utils.convert.shape import ModelShape
+from vime.backends.megatron_utils.convert.transfer import check_hf_weights
 from vime.backends.megatron_utils.flags import CURES, HONOURED, NOT_YET_PREFIXES, ONE_ONLY, VALUES
 from vime.backends.megatron_utils.layer_probe import has_transformer_engine
 from vime.config.fields import flag_specs
@@ -278,7 +279,9 @@ def check_tokens(tokens: Sequence[str], *, hf_checkpoint: str | None = None, wor
     problems = honour_problems(parser, explicit)
     implied: dict[str, Any] = {}
     if hf_checkpoint is not None:
-        implied = _with_shape(parser, explicit, args, model_shape(hf_checkpoint), problems)
+        shape = model_shape(hf_checkpoint)
+        check_hf_weights(hf_checkpoint, model_ops(shape, shape.vocab_size), tied=shape.tied)
+        implied = _with_shape(parser, explicit, args, shape, problems)
     if problems:
         raise ConfigError(*problems)
     vars(args).update(implied | {k: v for k, v in overlay(CPU_PLATFORM).items() if k not in explicit} | explicit)

@@ -81,6 +81,7 @@ class ServerProcess:
         self.name = name
         self.log_path = log_path
         self._grace = grace
+        self._segments: set[str] = set()  # shared memory that the tree held when it became ready
         self._scratch = _scratch_folder()
         control_read, self._control = os.pipe()
         log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -135,6 +136,7 @@ class ServerProcess:
                     f"{self.name} ended with status {status} before it was ready. {cure}\nLast lines of {self.log_path}:\n{self.log_tail()}"
                 )
             if probe():
+                self._segments = mapped_segments(self._processes())
                 return
             if time.monotonic() > deadline:
                 last = self.log_tail(1) or "nothing logged"
@@ -155,12 +157,15 @@ class ServerProcess:
         if self._process.returncode < 0:
             self._sweep()
 
+    def _processes(self) -> list[int]:
+        """The tree's living processes, which are known by their scratch folder."""
+        return _processes_with(f"TMPDIR={self._scratch}".encode())
+
     def _sweep(self) -> None:
-        """The supervisor itself was killed: do its work. Our processes are known by their scratch folder."""
-        mark = f"TMPDIR={self._scratch}".encode()
+        """The supervisor itself was killed: do its work."""
         deadline = time.monotonic() + _STOP_MARGIN
-        segments: set[str] = set()
-        while left := _processes_with(mark):
+        segments = set(self._segments)
+        while left := self._processes():
             segments |= mapped_segments(left)
             for pid in left:
                 with contextlib.suppress(ProcessLookupError):

@@ -49,14 +49,17 @@ def descendants(root: int) -> list[int]:
 
 
 def mapped_segments(pids: list[int]) -> set[str]:
-    """Paths under /dev/shm that these processes have mapped, but for the trainer's weight segments."""
-    paths: set[str] = set()
+    """Paths under /dev/shm that these processes have mapped, but for the trainer's weight segments.
+
+    Told by inode: a semaphore is mapped under a temporary name that it no longer has.
+    """
+    inodes: set[int] = set()
     for pid in pids:
         with contextlib.suppress(OSError), open(f"/proc/{pid}/maps") as lines:
-            for line in lines:
-                start = line.find(SHM_DIR)
-                if start > 0 and not line.rstrip().endswith("(deleted)"):
-                    paths.add(line[start:].rstrip())
+            inodes |= {int(line.split()[4]) for line in lines if SHM_DIR in line}
+    paths: set[str] = set()
+    with contextlib.suppress(OSError):
+        paths = {entry.path for entry in os.scandir(SHM_DIR) if entry.inode() in inodes}
     return {path for path in paths if not path.startswith(SHM_DIR + OWN_SEGMENTS)}
 
 

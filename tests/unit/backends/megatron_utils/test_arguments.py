@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from vime.backends.megatron_utils import arguments
 from vime.backends.megatron_utils.bootstrap import Platform
-from vime.backends.megatron_utils.convert.registry import model_shape
+from vime.backends.megatron_utils.convert.registry import model_ops, model_shape
 from vime.config import sections as s
 from vime.config.run import RunConfig
 from vime.errors import ConfigError
@@ -133,10 +134,20 @@ def test_rope_scalings_that_megatron_lacks_are_refused(tmp_path: Path, rope: dic
 
 def test_the_module_prints_plain_values_last(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = folder_of(tmp_path / "m")
+    shape = model_shape(folder)
+    ops = model_ops(shape, shape.vocab_size)
+    save_file(
+        {name: torch.zeros(size) for op in ops for name, size in zip(op.hf, op.hf_shapes, strict=True)}, f"{folder}/model.safetensors"
+    )
     assert arguments.main(["--hf-checkpoint", folder, "--world-size", "2", "--", "--tensor-model-parallel-size", "2"]) == 0
     values = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert values["tensor_model_parallel_size"] == 2
     assert values["num_layers"] == 3
+
+
+def test_a_folder_without_its_weights_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert arguments.main(["--hf-checkpoint", folder_of(tmp_path / "m"), "--"]) == 2
+    assert "holds neither model.safetensors nor" in capsys.readouterr().err
 
 
 def test_the_module_writes_nothing_but_its_problems_and_exits_with_2() -> None:

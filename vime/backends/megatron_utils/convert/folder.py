@@ -38,20 +38,27 @@ class HFFolder:
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """One tensor, on the CPU, in the dtype in which it is stored."""
+        file = self.check(name, shape)
+        try:
+            return self._handle(file).get_tensor(name)
+        except SafetensorError as error:
+            raise CheckpointError(f"{self._folder / file} does not hold tensor '{name}' ({error}). {AGAIN}") from None
+
+    def check(self, name: str, shape: tuple[int, ...]) -> str:
+        """The file that holds a tensor, which is there and has this shape; its data is not read."""
         file = self._file_of.get(name)
         if file is None:
             raise CheckpointError(f"tensor '{name}' is missing in {self._folder} ({len(self._file_of)} others are there). {AGAIN}")
         try:
-            handle = self._handle(file)
-            found = tuple(handle.get_slice(name).get_shape())
-            if found != shape:
-                raise CheckpointError(
-                    f"tensor '{name}' in {self._folder / file} has shape {list(found)}, config.json implies {list(shape)}. "
-                    "Weights and config.json are of different models."
-                )
-            return handle.get_tensor(name)
+            found = tuple(self._handle(file).get_slice(name).get_shape())
         except SafetensorError as error:
             raise CheckpointError(f"{self._folder / file} does not hold tensor '{name}' ({error}). {AGAIN}") from None
+        if found != shape:
+            raise CheckpointError(
+                f"tensor '{name}' in {self._folder / file} has shape {list(found)}, config.json implies {list(shape)}. "
+                "Weights and config.json are of different models."
+            )
+        return file
 
     def check_no_others(self, known: Iterable[str]) -> None:
         """Raise CheckpointError when the folder holds tensors that the architecture does not have."""

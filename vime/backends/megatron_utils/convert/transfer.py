@@ -12,7 +12,7 @@ from vime.backends.megatron_utils.convert.folder import HFFolder
 from vime.backends.megatron_utils.convert.ops import Op
 from vime.errors import CheckpointError
 
-__all__ = ["hf_buckets", "load_hf_weights", "parameters_by_name"]
+__all__ = ["check_hf_weights", "hf_buckets", "load_hf_weights", "parameters_by_name"]
 
 TRANSFORMER_ENGINE_NAMES = (  # the local spec's name, and where Transformer Engine fuses the norm into the next layer
     (".input_layernorm.weight", ".self_attention.linear_qkv.layer_norm_weight"),
@@ -30,6 +30,15 @@ def parameters_by_name(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     return out
 
 
+def check_hf_weights(folder: str | Path, ops: Sequence[Op], *, tied: bool) -> None:
+    """Check by the files' headers alone that a folder holds exactly the model's tensors. Raises CheckpointError."""
+    with HFFolder(folder) as source:
+        source.check_no_others([name for op in ops for name in op.hf] + (["lm_head.weight"] if tied else []))
+        for op in ops:
+            for name, shape in zip(op.hf, op.hf_shapes, strict=True):
+                source.check(name, shape)
+
+
 @torch.no_grad()
 def load_hf_weights(model: torch.nn.Module, folder: str | Path, ops: Sequence[Op], *, rank: int, size: int, tied: bool) -> None:
     """Fill this rank's shard of `model` from a folder. `rank` and `size` are tensor-parallel.
@@ -40,8 +49,8 @@ def load_hf_weights(model: torch.nn.Module, folder: str | Path, ops: Sequence[Op
     unknown = sorted(set(parameters) - {op.megatron for op in ops})
     if unknown:
         raise CheckpointError(f"the model has parameters that no tensor of {folder} fills: {', '.join(unknown)}.")
+    check_hf_weights(folder, ops, tied=tied)
     with HFFolder(folder) as source:
-        source.check_no_others([name for op in ops for name in op.hf] + (["lm_head.weight"] if tied else []))
         for op in ops:
             whole = op.fuse([source.tensor(name, shape) for name, shape in zip(op.hf, op.hf_shapes, strict=True)])
             parameters[op.megatron].copy_(op.shard(whole, rank, size))
