@@ -28,7 +28,7 @@ def compute_advantages(
     advantages = ADVANTAGES[algorithm.advantage_estimator].function(samples)
     if not algorithm.normalize_advantages:
         return advantages
-    masks = [torch.as_tensor(s.loss_mask) for s in samples]
+    masks = [torch.tensor(s.loss_mask) for s in samples]
     sums = masked_sums(torch.cat(advantages), torch.cat(masks)) if samples else torch.zeros(3, dtype=torch.float64)
     if sum_over_ranks is not None:
         sums = sum_over_ranks(sums)

@@ -135,7 +135,8 @@ def pack(samples: Sequence[TrainSample], plan: StepPlan, *, per_token: bool, mul
     starts[1:] = sizes.cumsum(0)
 
     tokens = torch.zeros(total, dtype=torch.int64)
-    tokens[: total - padding] = torch.cat([torch.as_tensor(s.tokens, dtype=torch.int64) for s in samples])
+    # torch.tensor copies: the arrays that Ray hands over are read-only
+    tokens[: total - padding] = torch.cat([torch.tensor(s.tokens, dtype=torch.int64) for s in samples])
     labels = torch.zeros_like(tokens)
     labels[:-1] = tokens[1:]
     labels[starts[1:] - 1] = 0
@@ -159,10 +160,10 @@ def pack(samples: Sequence[TrainSample], plan: StepPlan, *, per_token: bool, mul
         rollout_mask_sums=tuple(s.rollout_mask_sum for s in samples),
         denominator=float(plan.num_tokens if per_token else plan.num_rollouts),
     )
-    mask = packed.scatter([torch.as_tensor(s.loss_mask) for s in samples])
+    mask = packed.scatter([torch.tensor(s.loss_mask) for s in samples])
     weights = torch.tensor([token_weight(s, plan, per_token=per_token) for s in samples] + [0.0], dtype=torch.float32)
     packed = replace(packed, loss_mask=mask, loss_weight=mask * weights[sequence_ids])
-    known = [torch.as_tensor(s.rollout_log_probs) for s in samples if s.rollout_log_probs is not None]
+    known = [torch.tensor(s.rollout_log_probs) for s in samples if s.rollout_log_probs is not None]
     if known and len(known) < len(samples):
         lacking = next(s.sample_id for s in samples if s.rollout_log_probs is None)
         raise DataError(
