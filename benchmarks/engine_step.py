@@ -77,7 +77,7 @@ async def steps(url: str, send: Send, prompts: list[list[int]], workload: Worklo
 
 def rollout_steps(config: RunConfig, router: RouterServer, workload: Workload, profile: bool) -> tuple[list[float], int]:
     """The same with `generate_rollout`: prompts encoded, answers scored, samples made."""
-    args = config.runtime_args(vllm_router_ip=router.host, vllm_router_port=router.port)
+    args = config.runtime_args(vllm_router_ip=router.host, vllm_router_port=router.port, num_engines=1)
     source = RolloutDataSourceWithBuffer(args)
     profiler = cProfile.Profile() if profile else None
     seconds, tokens = [], 0
