@@ -95,7 +95,8 @@ def _init(what: str, **options: Any) -> None:
     try:
         ray.init(**options)
     except (ConnectionError, TimeoutError, RuntimeError, ValueError) as error:
-        raise PeerError(f"{what} cannot be reached or started: {error}. Unset RAY_ADDRESS to let the run start its own.") from error
+        cure = "If it asks for a token, set its RAY_AUTH_TOKEN here, too; unset RAY_ADDRESS to let the run start a cluster of its own."
+        raise PeerError(f"{what} cannot be reached or started: {error}. {cure}") from error
     except OSError as error:
         raise ResourceError(f"{what} cannot be started: {error}.") from error
 

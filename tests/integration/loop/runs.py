@@ -67,7 +67,7 @@ class Run:
                 continue
             try:
                 if f"{MARK}={self.mark}".encode() in (entry / "environ").read_bytes().split(b"\0"):
-                    found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:150]
+                    found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:400]
             except OSError:
                 continue
         return found

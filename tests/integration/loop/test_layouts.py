@@ -25,12 +25,14 @@ def assert_agreement(folder, count):
     assert all(line["train/train_rollout_logprob_abs_diff"] <= 1e-4 for line in lines)
 
 
-def test_tensor_parallel_trainers_feed_two_engines(flags, tmp_path):
+def test_tensor_parallel_trainers_feed_two_engines_with_a_reference_model(flags, assets, tmp_path):
     changes = {"actor_num_gpus_per_node": 2, "tensor_model_parallel_size": 2, "rollout_num_gpus": 2, "num_rollout": 2}
-    run = Run(flags(**changes, vllm_enable_deterministic_inference=False), tmp_path / "out.txt")
+    reference = {"use_kl_loss": True, "kl_loss_coef": 0.01, "kl_loss_type": "k3", "ref_load": assets["model"]}
+    run = Run(flags(**changes, **reference, vllm_enable_deterministic_inference=False), tmp_path / "out.txt")
     assert run.wait() == 0, run.output[-3000:]
     run.assert_nothing_left()
     assert_agreement(tmp_path / "run", 2)
+    assert abs(steps(tmp_path / "run")[0]["train/kl_loss"]) < 1e-6  # the policy begins as its reference
 
 
 @pytest.fixture
@@ -41,22 +43,23 @@ def cluster(tmp_path):
         port = s.getsockname()[1]
     command = [str(Path(sys.executable).parent / "ray"), "start", "--head", "--block", f"--port={port}", "--node-ip-address=127.0.0.1"]
     command += ["--num-cpus=2", "--include-dashboard=false", "--disable-usage-stats", "--object-store-memory=100000000"]
+    env = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "a token that this cluster and its users share"}
     log = tmp_path / "ray.txt"
     with log.open("wb") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, env={**os.environ})
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, env={**os.environ, **env})
     end = time.monotonic() + 120
     while "Ray runtime started" not in log.read_text(errors="replace"):
         assert process.poll() is None, log.read_text()
         assert time.monotonic() < end, log.read_text()
         time.sleep(0.1)  # another process starts
-    yield f"127.0.0.1:{port}", process
+    yield {"RAY_ADDRESS": f"127.0.0.1:{port}", **env}, process
     os.killpg(process.pid, signal.SIGTERM)
     process.wait(60)
 
 
 def test_data_parallel_trainers_in_a_cluster_that_was_there_before(flags, tmp_path, cluster):
-    address, process = cluster
-    run = Run(flags(actor_num_gpus_per_node=2, num_rollout=2), tmp_path / "out.txt", env={"RAY_ADDRESS": address})
+    env, process = cluster
+    run = Run(flags(actor_num_gpus_per_node=2, num_rollout=2), tmp_path / "out.txt", env=env)
     assert run.wait() == 0, run.output[-3000:]
     assert_agreement(tmp_path / "run", 2)
     assert process.poll() is None  # the cluster is not ours to end

@@ -22,8 +22,8 @@ from vime.errors import DeadlineError, EngineError, ResourceError
 __all__ = ["LOOPBACK", "PortClaim", "ServerProcess", "new_secret"]
 
 LOOPBACK = "127.0.0.1"
-_ERROR_LINE = re.compile(r"\b[A-Z]\w*(Error|Exception): ")  # the last line of a Python traceback
-_LOG_PREFIX = re.compile(r"^\(.*? pid=\d+\) \w+ [\d:. -]+\[\S+\] ")  # vLLM's
+_LOG_PREFIX = re.compile(r"^\(.*? pid=\d+\) ERROR [\d:. -]+\[\S+\] ")  # vLLM's
+_ERROR_LINE = re.compile(r"^[A-Z]\w*(Error|Exception): ")  # the last line of a Python traceback
 _SUPERVISOR = Path(__file__).with_name("supervisor.py")
 _SOCKET_PATH_LIMIT = 108  # bytes, sockaddr_un.sun_path
 _SCRATCH_TAIL = len("/vime-12345678/") + 36  # our folder, and a uuid as vLLM names its sockets
@@ -115,15 +115,15 @@ class ServerProcess:
         """None while the server runs, else its exit status."""
         return self._process.poll()
 
-    def log_tail(self, lines: int = 25) -> str:
+    def log_tail(self, lines: int = 12) -> str:
         """The last lines this server wrote to its log, and before them the first error it wrote: what follows hides the cause."""
         with self.log_path.open("rb") as log:
             log.seek(max(self._log_start, self.log_path.stat().st_size - 256 * 1024))
             written = log.read().decode("utf-8", "replace").rstrip().splitlines()
-        errors = [line for line in written if _ERROR_LINE.search(line)]
+        errors = [line for line in (_LOG_PREFIX.sub("", raw) for raw in written) if _ERROR_LINE.match(line)]
         last = written[-lines:]
-        if lines > 1 and errors and errors[0] not in last:
-            last = [f"first error: {_LOG_PREFIX.sub('', errors[0])}", "...", *last]
+        if lines > 1 and errors and not any(errors[0] in line for line in last):
+            last = [f"first error: {errors[0]}", "...", *last]
         return "\n".join(last)
 
     def wait_ready(self, probe: Callable[[], bool], seconds: float, *, cure: str) -> None:

@@ -110,7 +110,7 @@ class ExternalRouter(RouterClient):
         """It is not our process: None."""
         return None
 
-    def log_tail(self, lines: int = 25) -> str:
+    def log_tail(self, lines: int = 12) -> str:
         """Its log is elsewhere."""
         return f"The log of the router at {self.url} is with whoever started it."
 
@@ -148,7 +148,7 @@ class RouterServer(RouterClient):
         """None while the router runs, else its exit status."""
         return self._process.poll()
 
-    def log_tail(self, lines: int = 25) -> str:
+    def log_tail(self, lines: int = 12) -> str:
         """The last lines of the router's log."""
         return self._process.log_tail(lines)
 

@@ -145,7 +145,7 @@ class EngineServer:
         """None while the engine runs, else its exit status."""
         return self._process.poll()
 
-    def log_tail(self, lines: int = 25) -> str:
+    def log_tail(self, lines: int = 12) -> str:
         """The last lines of the engine's log."""
         return self._process.log_tail(lines)
 

@@ -24,6 +24,7 @@ PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 SHM_DIR = "/dev/shm/"
 OWN_SEGMENTS = "vime-weights"  # the trainer's, which looks after them itself
+SEGMENT_INTERVAL = 2.0  # seconds between looks at the shared memory that the tree holds
 KILL_PATIENCE = 10.0  # seconds until processes that were sent SIGKILL must be gone
 
 
@@ -87,9 +88,12 @@ def wait_gone(seconds: float) -> bool:
         select.select([], [], [], 0.02)
 
 
-def end_tree(root: int, grace: float) -> None:
-    """End every descendant of ours, and remove the shared memory they leave behind. `root` is the server's first process."""
-    segments = mapped_segments(descendants(os.getpid()))
+def end_tree(root: int, grace: float, segments: set[str]) -> None:
+    """End every descendant of ours, and remove the shared memory they leave behind. `root` is the server's first process.
+
+    `segments`: what they were seen to hold before; a process that is gone tells no more.
+    """
+    segments |= mapped_segments(descendants(os.getpid()))
     with contextlib.suppress(ProcessLookupError):
         os.kill(root, signal.SIGTERM)
     if not wait_gone(grace):
@@ -126,13 +130,15 @@ def main(argv: list[str]) -> int:
     child = subprocess.Popen(command, preexec_fn=die_with_supervisor).pid
     watched = [control, wake_read, os.pidfd_open(parent)]
     status: int | None = None
+    segments: set[str] = set()
     while status is None:
-        readable, _, _ = select.select(watched, [], [])
+        readable, _, _ = select.select(watched, [], [], SEGMENT_INTERVAL)
+        segments |= mapped_segments(descendants(os.getpid()))
         signals = os.read(wake_read, 4096) if wake_read in readable else b""
         if any(fd != wake_read for fd in readable) or any(number != signal.SIGCHLD for number in signals):
             break
         status = reap().get(child)
-    end_tree(child, grace if status is None else 0.0)
+    end_tree(child, grace if status is None else 0.0, segments)
     shutil.rmtree(scratch, ignore_errors=True)
     if status is None:
         return 0
