@@ -119,7 +119,7 @@ def tune(workload: Workload, assets: Assets) -> dict[str, Any]:
     fastest = 0.0
     for change in changes:
         settings = replace(best, **change)
-        wait_quiet(60.0)
+        wait_quiet(20.0)
         try:
             rate = run_trl(workload, assets, settings)["samples_per_second"]
         except (RuntimeError, subprocess.TimeoutExpired) as error:
