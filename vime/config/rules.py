@@ -25,9 +25,9 @@ def check_rules(config: RunConfig) -> None:
 def _placement(config: RunConfig) -> Iterator[str]:
     cluster = config.cluster
     if cluster.device == "cuda":
-        yield "--device cuda is not available yet: the GPU issue builds it. Use --device cpu."
+        yield "--device cuda is not available yet: leave it out, and everything computes on the CPU."
     if cluster.colocate:
-        yield "--colocate is not available yet: the GPU issue builds it. On CPU engines and trainers share the cores without it."
+        yield "--colocate is not available yet: it is for GPUs. On the CPU, engines and trainers share the cores without it."
     if cluster.actor_num_nodes > 1:
         yield "--actor-num-nodes above 1 is not available yet. Use --actor-num-gpus-per-node for several trainer processes."
     if cluster.rollout_num_gpus_per_engine > 1:

@@ -34,9 +34,7 @@ DATA_SOURCE = "vime.rollout.data_source.RolloutDataSourceWithBuffer"
 class ClusterConfig:
     """Placement: which processes run, and on what."""
 
-    device: str = opt(
-        "auto", "Where trainer and engines compute; auto: cuda when a GPU is visible, else cpu.", choices=("auto", "cpu", "cuda")
-    )
+    device: str = opt("cpu", "Where trainer and engines compute.", choices=("cpu", "cuda"))
     actor_num_nodes: int = opt(1, "Nodes used by the trainer.", ge=1)
     actor_num_gpus_per_node: int = opt(1, "Trainer processes per node: GPUs, or processes on CPU. slime's default is 8.", ge=1)
     rollout_num_gpus: int | None = opt(None, "GPUs (on CPU: engine slots) for rollout in all; default: one engine's.", type=int, ge=0)
@@ -179,9 +177,6 @@ class TrainingConfig:
     lr: float = opt(1e-6, "Learning rate.", ge=0, megatron="--lr")
     clip_grad: float = opt(1.0, "Clip the gradient's norm.", ge=0, megatron="--clip-grad")
     seed: int = opt(1234, "Seed of everything in the trainer.", megatron="--seed")
-    train_memory_dtype: str = opt(
-        "auto", "Parameter dtype of the trainer; auto: float32 on CPU, bfloat16 on CUDA.", choices=("auto", "float32", "bfloat16")
-    )
     train_threads: int | None = opt(
         None, "CPU threads of one trainer process; default: cores shared evenly among the trainers.", type=int, ge=1
     )

@@ -35,7 +35,6 @@ class Cluster:
 
     def __enter__(self) -> Cluster:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         os.environ.setdefault("RAY_kill_child_processes_on_worker_exit", "0")  # it would kill an engine's supervisor before the engine
         path = [
             entry for entry in sys.path if entry and os.path.isdir(entry) and "site-packages" not in entry and "lib/python" not in entry

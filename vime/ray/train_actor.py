@@ -26,6 +26,8 @@ class MegatronTrainRayActor(WatchedActor):
 
     def __init__(self, config: RunConfig, rank: int, world_size: int, log: str) -> None:
         super().__init__(log)
+        if config.cluster.device == "cpu":
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is loaded: a GPU of this machine is not used
         self._config, self._rank, self._world_size = config, rank, world_size
         self._trainer: MegatronTrainer | None = None
         self._store: TCPStore | None = None

@@ -57,7 +57,7 @@ class MegatronTrainer:
         self._config = config
         self._shape = model_shape(config.model.hf_checkpoint)
         per_node = config.cluster.actor_num_gpus_per_node
-        self._platform = bootstrap.platform(config.cluster, config.training, local_rank=rank % per_node)
+        self._platform = bootstrap.platform(config.cluster, local_rank=rank % per_node)
         bootstrap.set_threads(config.training, min(per_node, world_size))
         args = resolve(config, self._shape, self._platform, world_size=world_size, rank=rank)
         deadline = config.cluster.actor_deadline

@@ -49,18 +49,16 @@ def import_megatron() -> ModuleType:
     return megatron.core
 
 
-def platform(cluster: ClusterConfig, training: TrainingConfig, *, local_rank: int = 0) -> Platform:
+def platform(cluster: ClusterConfig, *, local_rank: int = 0) -> Platform:
     """Decide device, dtype and backend from the flags and from what torch sees."""
     cuda = torch.cuda.is_available()
     if cluster.device == "cuda" and not cuda:
         raise ResourceError(
-            "--device cuda was asked for and torch sees no GPU. Use --device auto, or check the driver and CUDA_VISIBLE_DEVICES."
+            "--device cuda was asked for and torch sees no GPU: check the driver and CUDA_VISIBLE_DEVICES."
         )
     if cluster.device == "cpu" and not cpu_activate.ACTIVE:
         raise ResourceError("--device cpu was asked for and a GPU is visible. Hide it from the trainer with CUDA_VISIBLE_DEVICES=''.")
-    dtype = {"auto": torch.bfloat16 if cuda else torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16}[
-        training.train_memory_dtype
-    ]
+    dtype = torch.bfloat16 if cuda else torch.float32
     device = torch.device("cuda", local_rank % max(torch.cuda.device_count(), 1)) if cuda else torch.device("cpu")
     return Platform(device=device, dtype=dtype, backend="nccl" if cuda else "gloo")
 

@@ -56,8 +56,8 @@ NOT_YET_PREFIXES: tuple[str, ...] = tuple(  # kinds of model or of training that
 
 CURES: dict[str, str] = {
     "apply_query_key_layer_scaling": "It guards a float16 softmax; here the softmax is computed in float32.",
-    "bf16": "Say --train-memory-dtype bfloat16 (the default on a GPU).",
-    "fp16": "float16 is not offered; say --train-memory-dtype bfloat16.",
+    "bf16": "On the CPU everything is float32 (bfloat16 is emulated there, and many times slower).",
+    "fp16": "float16 is not offered: on the CPU everything is float32.",
     "micro_batch_size": "--micro-batch-size is ours: give it once.",
     "global_batch_size": "--global-batch-size is ours: give it once.",
     "seq_length": "Sequences are packed at their own length; --max-tokens-per-gpu bounds a micro-batch.",

@@ -28,8 +28,7 @@ _WARM_UP = [1, 2, 3]  # token ids of the request that every engine answers befor
 
 def runs_on_cpu(config: RunConfig) -> bool:
     """Whether the engines compute on the CPU."""
-    device = config.cluster.device
-    return device == "cpu" or (device == "auto" and not Path("/dev/nvidiactl").exists())
+    return config.cluster.device == "cpu"
 
 
 def engine_command(config: RunConfig, *, port: int) -> list[str]:

@@ -107,7 +107,7 @@ def test_malformed_values_are_refused() -> None:
         (["--optimizer", "sgd"], "only adam"),
         (["--attention-backend", "unfused"], "only auto, flash"),
         (["--apply-query-key-layer-scaling"], "softmax is computed in float32"),
-        (["--bf16"], "--train-memory-dtype bfloat16"),
+        (["--bf16"], "On the CPU everything is float32"),
         (["--lr-warmup-samples", "5"], "--lr-warmup-iters"),
     ],
 )
