@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import socket
 from pathlib import Path
 
 import pytest
@@ -82,28 +81,18 @@ def test_a_hook_with_a_wrong_signature_is_refused_before_anything_starts(flags, 
     assert "Traceback" not in process.output
 
 
-@pytest.mark.parametrize(
-    ("body", "expected"), [("return float('nan')", "not a finite number"), ("raise ValueError('judge is broken')", "judge is broken")]
-)
-def test_a_reward_that_fails_ends_the_run_naming_it(flags, tmp_path, body, expected):
-    (tmp_path / "bad_reward.py").write_text(f"async def reward(args, sample, **kwargs):\n    {body}\n")
+def test_a_reward_that_raises_ends_the_run_naming_it(flags, tmp_path):
+    (tmp_path / "bad_reward.py").write_text("async def reward(args, sample, **kwargs):\n    raise ValueError('judge is broken')\n")
     run = Run(flags(rm_type=None, custom_rm_path="bad_reward.reward"), tmp_path / "out.txt", env={"PYTHONPATH": str(tmp_path)})
     assert run.wait(200) == 1
-    assert expected in run.output
-    assert "bad_reward" in run.output
+    assert "judge is broken" in run.output
+    assert "bad_reward.py:2" in run.output
     assert "Traceback" not in run.output
     run.assert_nothing_left()
 
 
 def test_more_trainers_than_cores_are_refused(flags, tmp_path):
     refused(flags(actor_num_gpus_per_node=512), tmp_path, "512 trainer processes", "cores", code=2)
-
-
-def test_a_router_that_is_not_there_is_named(flags, tmp_path):
-    with socket.socket() as taken:  # bound, but nobody listens
-        taken.bind(("127.0.0.1", 0))
-        port = taken.getsockname()[1]
-        refused(flags(vllm_router_ip="127.0.0.1", vllm_router_port=port), tmp_path, f"no vllm-router answers at 127.0.0.1:{port}")
 
 
 def test_a_folder_that_cannot_be_written_is_refused(flags, tmp_path):

@@ -32,8 +32,6 @@ def kill_one(run, pattern):
     [
         ("^ray::MegatronTrain", "trainer 0 died"),
         (r"^\S*python\S* -m vllm\.entrypoints", "engine 0 died"),
-        ("^VLLM::Worker", "engine 0 died"),
-        (r"supervisor\.py .*vllm\.entrypoints", "engine 0 died"),
     ],
 )
 def test_a_dead_part_ends_the_run_naming_it(flags, tmp_path, pattern, named):

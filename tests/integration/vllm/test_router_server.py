@@ -76,3 +76,10 @@ def test_a_router_that_runs_already_takes_our_engines_and_gives_them_back(engine
     other.stop()
     assert router.workers() == []
     router.add_worker(engine.endpoint.url)
+
+
+def test_a_router_that_is_not_there_is_named() -> None:
+    claim = PortClaim(None, what="nobody")  # bound, but nobody listens
+    with pytest.raises(EngineError, match=f"no vllm-router answers at 127.0.0.1:{claim.port} "):
+        ExternalRouter("127.0.0.1", claim.port, [])
+    claim.close()
