@@ -1,6 +1,6 @@
 """The loop: the only place that orders phases.
 
-    rollout.generate ──▶ train.train ──▶ commit (every --save-interval) ──▶ train.update_weights ──▶ rollout.evaluate
+    rollout.generate ──▶ train.train ──▶ train.update_weights ──▶ rollout.evaluate ──▶ commit (every --save-interval)
 
 Cast: `rollout` (RolloutClient: prompts, engines, rewards), `train` (RayTrainGroup: Megatron), `record` (RunRecord: metrics,
 status, commits). Weight version v is what step v trains from: version 0 are the start weights, step 0 yields version 1.
@@ -77,12 +77,11 @@ def run_loop(first_step: int, num_steps: int, rollout: Rollout, train: Trainer |
                 metrics |= train.train(batch.refs)
         with _timed(phases, "sync"):
             sync(step + 1)
-        if record.commit_due(step):
-            with _timed(phases, "save"):
-                record.phase(step, "saving")
-                record.commit(step, train, rollout)
         record.finish_step(step, metrics, phases, batch.samples)
         evaluate(step + 1)
+        if record.commit_due(step):  # last: a committed step's metrics and evaluation are on disk
+            record.phase(step, "saving")
+            record.commit(step, train, rollout)
 
 
 @contextmanager

@@ -27,7 +27,6 @@ class RunRecord:
         self._metrics = MetricsLog(log_dir, first_step=first_step, tensorboard_dir=tensorboard)
         self.status = Status(num_steps, first_step=first_step)
         self._pending: dict[str, float] = {}
-        self._last_commit = time.monotonic()
 
     def phase(self, step: int | None, text: str) -> None:
         """What runs now."""
@@ -55,7 +54,7 @@ class RunRecord:
 
     def finish_sync(self, version: int, report: WeightSyncReport) -> None:
         """Keep a sync's figures for the step's line; the first one, before any step, is said at once."""
-        self._pending = {
+        self._pending |= {
             "perf/update_weights_time": report.seconds,
             "perf/update_weights_bytes": float(report.num_bytes),
             "perf/update_weights_gb_per_s": report.gigabytes_per_second,
@@ -86,14 +85,18 @@ class RunRecord:
 
     def commit(self, step: int, train: Any, rollout: Any) -> None:
         """Write one commit, and the Hugging Face folder when asked."""
+        begun = time.perf_counter()
         save = self._config.checkpoint
         assert save.save is not None
+        if save.save_hf is not None and train is not None:
+            train.save_hf(save.save_hf.format(rollout_id=step))  # first: what is committed has its folder, too
         writers: dict[str, Any] = {"rollout": rollout.save}
         if train is not None:
             writers["trainer"] = train.save
-        write_commit(Path(save.save), step, weight_version=step + 1, writers=writers, keep=save.keep_checkpoints)
-        if save.save_hf is not None and train is not None:
-            train.save_hf(save.save_hf.format(rollout_id=step))
+        commit = write_commit(Path(save.save), step, weight_version=step + 1, writers=writers, keep=save.keep_checkpoints)
+        seconds = time.perf_counter() - begun
+        self._pending["perf/save_time"] = seconds  # stands in the next step's line
+        self.status.say(f"saved {commit.path} ({seconds:.1f} s)")
 
     def close(self) -> None:
         """Flush every sink."""

@@ -43,6 +43,9 @@ def train(config: RunConfig) -> None:
     check_prompt_files(config.args)
     commit = find_start(config)
     log_dir = run_folder(config)
+    if commit is not None and _same_run(config, commit) and commit.rollout_id + 1 == config.data.num_rollout:
+        print(f"nothing to do: all {config.data.num_rollout} steps are done and saved in {commit.path}. Raise --num-rollout to go on.")
+        return
     memory = MemoryMonitor()
     memory.start()
     try:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
@@ -38,6 +38,8 @@ class MetricsLog:
         if tensorboard_dir is not None:
             tensorboard_dir.mkdir(parents=True, exist_ok=True)
             self._events = EventFileWriter(str(tensorboard_dir))
+            start = SessionLog(status=SessionLog.START)  # TensorBoard drops earlier events of steps that run again
+            self._events.add_event(Event(wall_time=time.time(), step=first_step, session_log=start))
 
     def log(self, step: int, source: str, metrics: Mapping[str, float]) -> None:
         """Write the numbers of one step. Values that are no finite number are written as null, never dropped."""

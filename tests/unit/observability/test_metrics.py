@@ -47,3 +47,16 @@ def test_tensorboard_holds_the_same_numbers(tmp_path):
     events.Reload()
     (scalar,) = events.Scalars("train/loss")
     assert (scalar.step, scalar.value) == (3, 0.25)
+
+
+def test_tensorboard_shows_a_step_that_ran_again_once(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for first, values in ((0, (1.0, 2.0, 3.0)), (1, (5.0, 6.0))):
+        log = MetricsLog(tmp_path, first_step=first, tensorboard_dir=tmp_path / "tb")
+        for step, value in enumerate(values, first):
+            log.log(step, "step", {"a": value})
+        log.close()
+    events = EventAccumulator(str(tmp_path / "tb"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("a")] == [(0, 1.0), (1, 5.0), (2, 6.0)]
