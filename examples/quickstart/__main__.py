@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -42,12 +43,22 @@ def main() -> int:
         if name == "supervised start" and (result / "config.json").exists():
             print(f"quickstart: done already, {result} is there")
             continue
-        code = subprocess.run([sys.executable, "-m", "vime.cli.main", "train", *flags], check=False).returncode
+        code = _run([sys.executable, "-m", "vime.cli.main", "train", *flags])
         if code != 0:
             print(f"quickstart: the {name} ended with exit code {code}; its message is above.", file=sys.stderr)
             return code
     _report(folder, time.monotonic() - begun)
     return 0
+
+
+def _run(command: list[str]) -> int:
+    """The command's exit code. Ctrl-C reaches it, too, and it cleans up by itself: we only wait. A SIGTERM is handed on."""
+    process = subprocess.Popen(command)
+    old = signal.signal(signal.SIGINT, signal.SIG_IGN), signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+    code = process.wait()
+    signal.signal(signal.SIGINT, old[0])
+    signal.signal(signal.SIGTERM, old[1])
+    return code
 
 
 def _report(folder: Path, seconds: float) -> None:
