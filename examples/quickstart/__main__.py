@@ -1,6 +1,6 @@
 """`make quickstart`: makes the assets, shows the two training commands and runs them, and tries the trained model.
 
-    python -m examples.quickstart [--folder runs/quickstart] [--show]
+    python -m examples.quickstart [--folder runs/quickstart] [--steps 100] [--show]
 
 An interrupted run goes on from its last commit; `rm -r runs/quickstart` starts afresh.
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from examples.quickstart.make_assets import AssetSpec, make_assets
-from examples.quickstart.recipe import grpo_flags, sft_flags, shown
+from examples.quickstart.recipe import GRPO_STEPS, grpo_flags, sft_flags, shown
 
 NUM_SHOWN = 6  # held-out prompts whose answers are printed, before and after
 
@@ -28,9 +28,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m examples.quickstart", description="SFT, then GRPO, on two CPU cores.")
     parser.add_argument("--folder", type=Path, default=Path("runs/quickstart"), help="where everything goes (default: %(default)s)")
     parser.add_argument("--show", action="store_true", help="print the two training commands and stop")
+    parser.add_argument("--steps", type=int, default=GRPO_STEPS, help="GRPO steps (default: %(default)s)")
     arguments = parser.parse_args()
     folder: Path = arguments.folder
-    stages = [("supervised start", sft_flags(folder), folder / "sft" / "hf"), ("GRPO", grpo_flags(folder), folder / "hf")]
+    stages = [("supervised start", sft_flags(folder), folder / "sft" / "hf"), ("GRPO", grpo_flags(folder, arguments.steps), folder / "hf")]
     if arguments.show:
         print("\n\n".join(shown(flags) for _, flags, _ in stages))
         return 0

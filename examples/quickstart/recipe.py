@@ -8,8 +8,8 @@ from pathlib import Path
 
 __all__ = ["grpo_flags", "sft_flags", "shown"]
 
-SFT_STEPS = 130
-GRPO_STEPS = 100
+SFT_STEPS = 100
+GRPO_STEPS = 120
 
 _ADAM = ("--lr-decay-style", "constant", "--adam-beta2", "0.95", "--weight-decay", "0.01", "--clip-grad", "1.0")
 
@@ -27,13 +27,13 @@ def sft_flags(folder: Path) -> list[str]:
     ]
 
 
-def grpo_flags(folder: Path) -> list[str]:
+def grpo_flags(folder: Path, steps: int = GRPO_STEPS) -> list[str]:
     """`vime train` flags of the RL run: 128 sums a step, 4 answers each, the verifier as reward."""
     return [
         *("--hf-checkpoint", str(folder / "sft" / "hf"), "--prompt-data", str(folder / "assets" / "train.jsonl")),
         *("--apply-chat-template", "--rollout-shuffle", "--label-key", "label"),
         *("--custom-rm-path", "examples.quickstart.reward.verified", "--advantage-estimator", "grpo"),
-        *("--rollout-batch-size", "128", "--n-samples-per-prompt", "4", "--num-rollout", str(GRPO_STEPS)),
+        *("--rollout-batch-size", "128", "--n-samples-per-prompt", "4", "--num-rollout", str(steps)),
         *("--rollout-max-response-len", "8", "--rollout-max-context-len", "48", "--rollout-skip-special-tokens"),
         *("--eval-prompt-data", "heldout", str(folder / "assets" / "heldout.jsonl"), "--eval-interval", "10", "--eval-temperature", "0"),
         *("--use-dynamic-batch-size", "--max-tokens-per-gpu", "8192"),
