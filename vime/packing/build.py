@@ -29,6 +29,7 @@ __all__ = ["FILLER_ID", "build_train_batches", "packing_metrics"]
 
 logger = logging.getLogger(__name__)
 
+TOGETHER_COSTS = 1.02  # how much slower the slowest rank may get so that samples of one prompt stay together
 FILLER_ID = -1  # sample_id, group_id and rollout_id of a filler
 
 
@@ -147,11 +148,25 @@ def _steps(samples: Sequence[TrainSample], data: DataConfig) -> list[list[TrainS
 
 
 def _split(samples: list[TrainSample], dp_size: int, budget: int | None, micro_batch_size: int) -> list[list[list[TrainSample]]]:
-    """Micro-batches of each rank: [dp_size][k][...], none empty, the larger ones first."""
-    max_items = -(-len(samples) // dp_size) if budget is None else None
-    ranks = spread([sequence_cost(sample.length) for sample in samples], dp_size, max_items=max_items)
+    """Micro-batches of each rank: [dp_size][k][...], none empty, the larger ones first.
+
+    Within a token budget samples of one prompt stay together, so that a trainer can compute the prompt once, unless that takes
+    more micro-batches or makes the slowest rank noticeably slower.
+    """
+    ranks = _deal([[sample] for sample in samples], dp_size, budget, micro_batch_size)
+    if budget is not None:
+        together = _deal(_of_one_prompt(samples, budget), dp_size, budget, micro_batch_size)
+        if len(together[0]) == len(ranks[0]) and _slowest(together) <= TOGETHER_COSTS * _slowest(ranks):
+            ranks = together
+    return [[micro or [_filler(samples[0])] for micro in micros] for micros in ranks]
+
+
+def _deal(units: list[list[TrainSample]], dp_size: int, budget: int | None, micro_batch_size: int) -> list[list[list[TrainSample]]]:
+    """`_split` for units that stay whole (of one sample each without `budget`); micro-batches that lack samples are empty."""
+    max_items = -(-len(units) // dp_size) if budget is None else None
+    ranks = spread([sum(sequence_cost(s.length) for s in unit) for unit in units], dp_size, max_items=max_items)
     assert ranks is not None  # dp_size x max_items holds all
-    lengths = [[samples[i].length for i in rank] for rank in ranks]
+    lengths = [[sum(s.length for s in units[i]) for i in rank] for rank in ranks]
     if budget is not None:
         count = max(len(best_fit(of, budget)) for of in lengths)
     else:
@@ -159,10 +174,28 @@ def _split(samples: list[TrainSample], dp_size: int, budget: int | None, micro_b
     out = []
     for rank, of in zip(ranks, lengths, strict=True):
         bins = even_bins(of, count, budget=budget, max_items=None if budget is not None else micro_batch_size) if of else []
-        contents = [[samples[rank[i]] for i in members] for members in bins]
-        contents += [[_filler(samples[0])] for _ in range(count - len(contents))]
-        out.append(contents)
+        contents = [[sample for i in members for sample in units[rank[i]]] for members in bins]
+        out.append(contents + [[] for _ in range(count - len(contents))])
     return out
+
+
+def _of_one_prompt(samples: list[TrainSample], budget: int) -> list[list[TrainSample]]:
+    """Samples of one group with equal prompts in one list, as long as it stays within `budget` tokens."""
+    units: list[list[TrainSample]] = []
+    filling: dict[tuple[int, bytes], list[TrainSample]] = {}
+    for sample in samples:
+        key = (sample.group_id, sample.tokens[: sample.length - sample.response_length].tobytes())
+        unit = filling.get(key)
+        if unit is None or sum(s.length for s in unit) + sample.length > budget:
+            unit = filling[key] = []
+            units.append(unit)
+        unit.append(sample)
+    return units
+
+
+def _slowest(ranks: list[list[list[TrainSample]]]) -> float:
+    """Cost of the rank that has most to do."""
+    return max(sum(sequence_cost(sample.length) for micro in micros for sample in micro) for micros in ranks)
 
 
 def _filler(like: TrainSample) -> TrainSample:

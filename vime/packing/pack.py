@@ -58,6 +58,12 @@ class PackedBatch:
         """[N] i64: the positions whose label is trained."""
         return self.loss_mask.nonzero().squeeze(-1)
 
+    @property
+    def scored_rows(self) -> torch.Tensor:
+        """[N >= 1] i64: `trained_rows`, or position 0 where nothing is trained, so that a pass over them is never empty."""
+        rows = self.trained_rows
+        return rows if len(rows) else torch.zeros(1, dtype=torch.int64, device=rows.device)
+
     def response_slices(self) -> list[slice]:
         """Of each sample: the R positions that predict its response."""
         out, end = [], 0

@@ -130,6 +130,13 @@ def test_the_kl_to_a_reference_of_the_same_weights_starts_at_zero(results: Resul
     assert first["train/entropy_loss"] > 0.0
 
 
+def test_sharing_prompts_and_leaving_out_what_nothing_looks_at_changes_nothing(results: Results) -> None:
+    """A user's loss gets the logits of all positions, so there everything is computed; so is it with sequence parallelism."""
+    own, ours = results("own_loss"), results("qwen3_1")
+    assert own["metrics"][0]["train/own"] == pytest.approx(ours["metrics"][0]["train/pg_loss"], abs=1e-6)
+    assert worst(own["gradients"], ours["gradients"]) <= 1e-5
+
+
 def test_supervised_loss_is_the_negative_log_likelihood(results: Results) -> None:
     metrics = results("sft")["metrics"]
     assert all(m["train/loss"] > 0 and m["train/grad_norm"] > 0 for m in metrics)

@@ -32,15 +32,16 @@ VOCAB = 90
 
 
 def make_samples(count: int = 12, seed: int = 0, *, nan_at: int | None = None) -> list[TrainSample]:
-    """Samples of uneven length, some tokens untrained."""
+    """Groups of four with one prompt, responses of uneven length, some tokens untrained."""
     rng = np.random.default_rng(seed)
+    prompts = [rng.integers(0, VOCAB, int(rng.integers(2, 24))) for _ in range(-(-count // 4))]
     out = []
     for i in range(count):
-        total, response = int(rng.integers(9, 30)), int(rng.integers(2, 8))
+        response = int(rng.integers(2, 8))
         mask = (rng.random(response) > 0.2).astype(np.float32)
         out.append(
             TrainSample(
-                tokens=rng.integers(0, VOCAB, total), response_length=response, loss_mask=mask,
+                tokens=np.concatenate([prompts[i // 4], rng.integers(0, VOCAB, response)]), response_length=response, loss_mask=mask,
                 reward=float("nan") if i == nan_at else float(rng.normal()), raw_reward=0.0, sample_id=100 + i, group_id=i // 4,
                 rollout_id=i, rollout_mask_sum=float(mask.sum()), rollout_log_probs=-np.ones(response, np.float32),
             )

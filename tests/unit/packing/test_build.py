@@ -7,6 +7,7 @@ from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -214,3 +215,28 @@ def test_metrics_of_a_known_split() -> None:
 def test_a_budget_is_needed_for_dynamic_batches() -> None:
     with pytest.raises(ConfigError, match="--max-tokens-per-gpu"):
         build([sample(0)], DataConfig(use_dynamic_batch_size=True))
+
+
+def test_samples_of_one_prompt_stay_in_one_micro_batch() -> None:
+    generator = np.random.default_rng(0)
+    prompts = [list(range(10 * g, 10 * g + 8)) for g in range(16)]
+    samples = [
+        sample(4 * g + i, group=g, tokens=prompts[g] + [1] * n, response_length=n)
+        for i in range(4)
+        for g, n in enumerate(generator.integers(1, 5, 16).tolist())
+    ]
+    (batch,) = build(samples, DataConfig(use_dynamic_batch_size=True, max_tokens_per_gpu=200))
+    micro_of = [{batch.samples[i].group_id for i in micro} for micro in batch.steps[0].micro_batches]
+    assert len(micro_of) == 4
+    assert sum(len(groups) for groups in micro_of) == 16
+
+
+def test_a_group_is_split_where_a_rank_would_wait_for_it() -> None:
+    samples = [sample(i, response=30) for i in range(4)]
+    batches = build(samples, DataConfig(use_dynamic_batch_size=True, max_tokens_per_gpu=200), dp_size=2)
+    assert [len(batch.samples) for batch in batches] == [2, 2]
+
+
+def test_a_group_above_the_budget_is_split_within_it() -> None:
+    (batch,) = build([sample(i, response=8) for i in range(5)])
+    assert [len(micro) for micro in batch.steps[0].micro_batches] == [3, 2]

@@ -26,7 +26,6 @@ from vime.backends.megatron_utils.arguments import resolve
 from vime.backends.megatron_utils.checkpoint import load_state, save_state
 from vime.backends.megatron_utils.convert.registry import model_ops, model_shape
 from vime.backends.megatron_utils.convert.transfer import hf_buckets, load_hf_weights
-from vime.backends.megatron_utils.log_probs import token_log_probs
 from vime.backends.megatron_utils.loss import loss_from_logits, packed_log_probs
 from vime.backends.megatron_utils.model import build_model, transformer_config
 from vime.backends.megatron_utils.optimizer import build_optimizer, build_schedule, wrap_data_parallel
@@ -146,7 +145,9 @@ class MegatronTrainer:
         packed = self._to_device(pack([sample], plan, per_token=True, multiple_of=self._multiple))
 
         def read(logits: torch.Tensor, packed: PackedBatch) -> torch.Tensor:
-            return token_log_probs(logits, packed.labels, tp_group=self._tp_group, vocab_size=self._shape.vocab_size)[0]
+            return packed_log_probs(
+                logits, packed, temperature=1.0, tp_group=self._tp_group, vocab_size=self._shape.vocab_size, rows=packed.scored_rows
+            )[0]
 
         with self._watched("log-probs of the probe"):
             return forward_each(self._model, [packed], read)[0][:response].tolist()
@@ -278,8 +279,9 @@ class MegatronTrainer:
 
         def read(logits: torch.Tensor, packed: PackedBatch) -> torch.Tensor:
             return packed_log_probs(
-                logits, packed, temperature=self._temperature, tp_group=self._tp_group, vocab_size=self._shape.vocab_size
-            )[0]
+                logits, packed, temperature=self._temperature, tp_group=self._tp_group, vocab_size=self._shape.vocab_size,
+                rows=packed.scored_rows,
+            )[0]  # fmt: skip
 
         flat = iter(forward_each(model, [packed for step in plans for packed in step], read))
         return [[packed.with_token_values(**{name: next(flat)}) for packed in step] for step in plans]
@@ -291,15 +293,18 @@ class MegatronTrainer:
     def _optimizer_step(self, packed: list[PackedBatch], batch: TrainBatch) -> dict[str, float]:
         """One optimizer step; its metrics without prefix."""
 
+        whole = self._custom_loss is not None  # the user's function is given the logits of all positions
+
         def loss(logits: torch.Tensor, micro: PackedBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             return loss_from_logits(
                 logits, micro, self._config.algorithm, temperature=self._temperature, tp_group=self._tp_group,
-                vocab_size=self._shape.vocab_size, custom_loss=self._custom_loss, args=self._config.args,
+                vocab_size=self._shape.vocab_size, rows=None if whole else micro.scored_rows, custom_loss=self._custom_loss,
+                args=self._config.args,
             )  # fmt: skip
 
         self._model.zero_grad_buffer()
         self._optimizer.zero_grad()
-        parts = forward_backward(self._model, packed, loss)
+        parts = forward_backward(self._model, packed, loss, whole=whole)
         metrics = sum_metrics(parts, self._dp_group)
         self._optimizer.prepare_grads()
         norm = float(self._optimizer.get_grad_norm())

@@ -24,20 +24,24 @@ __all__ = ["PackedCoreAttention", "packed_attention_cpu", "packed_attention_cuda
 
 
 class _ToSlots(torch.autograd.Function):
-    """x [T, ...] -> [S, ...] by `slot_to_token`; padding slots are 0 and give no gradient."""
+    """x [T, ...] -> [S, ...] by `slot_to_token`; padding slots give no gradient, a shared token gets the sum of its slots'."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
         ctx.plan = plan
-        return torch.cat([x, x.new_zeros(1, *x.shape[1:])]).index_select(0, plan.slot_to_token)
+        return x.index_select(0, plan.slot_to_token)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad.index_select(0, ctx.plan.token_to_slot), None
+        plan: AttentionPlan = ctx.plan
+        if plan.shared_slots is None:
+            return grad.index_select(0, plan.token_to_slot), None
+        rows = grad.reshape(len(grad), -1)
+        return F.embedding_bag(plan.shared_slots, rows, plan.shared_starts, mode="sum").unflatten(1, grad.shape[1:]), None
 
 
 class _ToTokens(torch.autograd.Function):
-    """x [S, ...] -> [T, ...]: the inverse. Padding slots get the gradient 0."""
+    """x [S, ...] -> [T, ...]: each token's output. Slots that give none, padding among them, get the gradient 0."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
@@ -46,7 +50,7 @@ class _ToTokens(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return torch.cat([grad, grad.new_zeros(1, *grad.shape[1:])]).index_select(0, ctx.plan.slot_to_token), None
+        return torch.cat([grad, grad.new_zeros(1, *grad.shape[1:])]).index_select(0, ctx.plan.slot_gives), None
 
 
 def packed_attention_cpu(

@@ -3,17 +3,19 @@ norm and our core attention put in."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from vime.backends.megatron_utils.attention import PackedCoreAttention
 from vime.backends.megatron_utils.layer_probe import has_transformer_engine
 
-__all__ = ["RMSNorm", "layer_spec"]
+__all__ = ["LastLayer", "RMSNorm", "layer_spec"]
 
 
 class RMSNorm(torch.nn.Module):
@@ -35,6 +37,17 @@ class RMSNorm(torch.nn.Module):
         return torch.nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
+class LastLayer(TransformerLayer):
+    """Megatron's layer that, where `PackedParams.rows` says so, computes behind its attention only the rows that are wanted."""
+
+    def _forward_mlp(
+        self, hidden_states: torch.Tensor, inference_context: Any = None, padding_mask: Any = None, packed_seq_params: Any = None
+    ) -> Any:
+        if packed_seq_params is not None and packed_seq_params.rows is not None:
+            hidden_states = hidden_states.index_select(0, packed_seq_params.rows)
+        return super()._forward_mlp(hidden_states, inference_context, padding_mask=padding_mask, packed_seq_params=packed_seq_params)
+
+
 def layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     """The decoder's submodules for `config`."""
     if has_transformer_engine():
@@ -48,4 +61,5 @@ def layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
         if config.qk_layernorm:
             attention.q_layernorm = RMSNorm
             attention.k_layernorm = RMSNorm
-    return TransformerBlockSubmodules(layer_specs=spec.layer_specs, layer_norm=RMSNorm)
+    layers = [*spec.layer_specs[:-1], replace(spec.layer_specs[-1], module=LastLayer)]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)

@@ -38,23 +38,29 @@ def packed_log_probs(
     temperature: float,
     tp_group: dist.ProcessGroup | None = None,
     vocab_size: int | None = None,
+    rows: torch.Tensor | None = None,
     with_entropy: bool = False,
     entropy_grad: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(log-probs [T], entropies [T] or None) of the trained tokens of `packed`; 0 at all other positions.
 
-    `logits` [T, V / tp]. Collective over `tp_group`.
+    `logits` [N, V / tp] are those of the positions `rows` [N] i64 (what `packed.scored_rows` gives), or [T, V / tp] of all with
+    None. Collective over `tp_group`.
     """
-    return token_log_probs(
+    log_probs, entropy = token_log_probs(
         logits,
-        packed.labels,
+        packed.labels if rows is None else packed.labels[rows],
         tp_group=tp_group,
         temperature=temperature,
         vocab_size=vocab_size,
-        rows=packed.trained_rows,
+        rows=packed.trained_rows if rows is None else None,
         with_entropy=with_entropy,
         entropy_grad=entropy_grad,
     )
+    if rows is None:
+        return log_probs, entropy
+    zeros = log_probs.new_zeros(packed.num_tokens)
+    return zeros.index_copy(0, rows, log_probs), None if entropy is None else zeros.index_copy(0, rows, entropy)
 
 
 def loss_from_logits(
@@ -65,16 +71,18 @@ def loss_from_logits(
     temperature: float,
     tp_group: dist.ProcessGroup | None = None,
     vocab_size: int | None = None,
+    rows: torch.Tensor | None = None,
     custom_loss: CustomLoss | None = None,
     args: Any = None,
 ) -> tuple[torch.Tensor, Metrics]:
     """(loss scalar, metric sums) of one micro-batch; see the module's docstring for how they add up.
 
-    `logits` [T, V / tp] stay as they are. `temperature` is the sampling temperature: the policy is softmax(logits / it).
-    `vocab_size` is the size without padding columns. `packed.old_log_probs` None means that the policy has not been updated
-    since it generated: old = current, detached. `custom_loss` and `args` are for --loss-type custom_loss only. The metrics
-    are detached scalars with slime's names, without the prefix "train/". Collective over `tp_group`. Raises DataError when
-    `packed` lacks what the loss needs, HookError when the user's function fails.
+    `logits` [T, V / tp], or [N, V / tp] with `rows` as in `packed_log_probs`, stay as they are. `temperature` is the sampling
+    temperature: the policy is softmax(logits / it). `vocab_size` is the size without padding columns. `packed.old_log_probs`
+    None means that the policy has not been updated since it generated: old = current, detached. `custom_loss` and `args` are
+    for --loss-type custom_loss only, which needs the logits of all positions (`rows` None). The metrics are detached scalars
+    with slime's names, without the prefix "train/". Collective over `tp_group`. Raises DataError when `packed` lacks what the
+    loss needs, HookError when the user's function fails.
     """
     kind = algorithm.loss_type
     if kind == "custom_loss":
@@ -87,6 +95,7 @@ def loss_from_logits(
         temperature=temperature,
         tp_group=tp_group,
         vocab_size=vocab_size,
+        rows=rows,
         with_entropy=kind == "policy_loss",
         entropy_grad=algorithm.entropy_coef != 0,
     )

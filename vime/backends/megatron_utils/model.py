@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.argument_utils import core_transformer_config_from_args
 
 from vime.backends.megatron_utils.layer_probe import has_transformer_engine
 from vime.backends.megatron_utils.layer_spec import layer_spec
-from vime.backends.megatron_utils.packed_params import packed_params
+from vime.backends.megatron_utils.packed_params import computed_params, packed_params
+from vime.packing.computed import computed_row
 from vime.packing.pack import PackedBatch
 
 __all__ = ["PackedGPTModel", "build_model", "forward_logits", "transformer_config"]
@@ -65,15 +67,35 @@ def build_model(args: argparse.Namespace, config: TransformerConfig) -> PackedGP
         rope_scaling_factor=args.rope_scaling_factor,
         seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
     )
+    model.output_layer.sequence_parallel = False  # `_logits_at` gathers the sequence, chooses rows, and then calls it
     return model.to(torch.cuda.current_device()) if torch.cuda.is_available() else model
 
 
-def forward_logits(model: torch.nn.Module, packed: PackedBatch) -> torch.Tensor:
-    """Logits [T, padded vocabulary / tensor parallel] of a packed batch; collective over the tensor-parallel group."""
-    logits = model(
-        packed.tokens[None],
-        packed.position_ids[None],
-        None,
-        packed_seq_params=packed_params(packed, thd=has_transformer_engine()),
-    )
-    return logits[0]
+def forward_logits(model: torch.nn.Module, packed: PackedBatch, rows: torch.Tensor | None = None) -> torch.Tensor:
+    """Logits [N, padded vocabulary / tensor parallel] at the positions `rows` [N >= 1] i64 of `packed`; None = at all T.
+
+    Only for these does the output layer run; on the CPU nothing is computed that they do not look at, and equal prompts are
+    computed once (`packing.computed`). Collective over the tensor-parallel group.
+    """
+    config: TransformerConfig = model.config  # type: ignore[assignment]
+    drops = model.training and (config.hidden_dropout > 0 or config.attention_dropout > 0)  # samples share no dropped unit
+    tokens, positions = packed.tokens, packed.position_ids
+    if rows is None or drops or config.sequence_parallel or tokens.device.type != "cpu":
+        params = packed_params(packed, thd=has_transformer_engine())
+    else:
+        computed = computed_row(packed, rows)
+        tokens, positions, params, rows = computed.tokens, computed.position_ids, computed_params(computed), None
+    return model(tokens[None], positions[None], None, packed_seq_params=params, output_processor=_logits_at, output_processor_context=rows)
+
+
+def _logits_at(
+    *, hidden_states: torch.Tensor, output_layer: Any, output_weight: torch.Tensor | None, scale_logits: Any, context: torch.Tensor | None,
+    config: TransformerConfig, **unused: Any,
+) -> torch.Tensor:  # fmt: skip
+    """The output layer on the rows `context` of the hidden states [T / sequence parallel, 1, H]; None = on all."""
+    if config.sequence_parallel:  # the output layer gathers nothing (`build_model`); its input's gradient is whole on each rank
+        hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
+    if context is not None:
+        hidden_states = hidden_states.index_select(0, context)
+    logits, _ = output_layer(hidden_states, weight=output_weight)
+    return scale_logits(logits).squeeze(1)

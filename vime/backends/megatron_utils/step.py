@@ -19,16 +19,16 @@ LossFunction = Callable[[torch.Tensor, PackedBatch], tuple[torch.Tensor, dict[st
 
 
 def _forward_step(
-    use: Callable[..., Any], batches: Iterator[PackedBatch], model: torch.nn.Module
+    use: Callable[..., Any], whole: bool, batches: Iterator[PackedBatch], model: torch.nn.Module
 ) -> tuple[torch.Tensor, Callable[..., Any]]:
     packed = next(batches)
-    return forward_logits(model, packed), partial(use, packed)
+    return forward_logits(model, packed, None if whole else packed.scored_rows), partial(use, packed)
 
 
-def _run(model: torch.nn.Module, batches: Sequence[PackedBatch], use: Callable[..., Any], *, forward_only: bool) -> list[Any]:
+def _run(model: torch.nn.Module, batches: Sequence[PackedBatch], use: Callable[..., Any], *, whole: bool, forward_only: bool) -> list[Any]:
     longest = max(packed.num_tokens for packed in batches)
     return get_forward_backward_func()(
-        forward_step_func=partial(_forward_step, use),
+        forward_step_func=partial(_forward_step, use, whole),
         data_iterator=iter(batches),
         model=model,
         num_microbatches=len(batches),
@@ -43,7 +43,10 @@ def _run(model: torch.nn.Module, batches: Sequence[PackedBatch], use: Callable[.
 def forward_each(
     model: torch.nn.Module, batches: Sequence[PackedBatch], read: Callable[[torch.Tensor, PackedBatch], torch.Tensor]
 ) -> list[torch.Tensor]:
-    """`read(logits, packed)` of each micro-batch, in order, without gradients and without dropout."""
+    """`read(logits, packed)` of each micro-batch, in order, without gradients and without dropout.
+
+    `logits` [N, V / tp] are those of `packed.scored_rows`.
+    """
 
     def use(packed: PackedBatch, logits: torch.Tensor, non_loss_data: bool = True) -> torch.Tensor:
         return read(logits, packed)
@@ -52,15 +55,18 @@ def forward_each(
     model.eval()
     try:
         with torch.no_grad():
-            return _run(model, batches, use, forward_only=True)
+            return _run(model, batches, use, whole=False, forward_only=True)
     finally:
         model.train(training)
 
 
-def forward_backward(model: torch.nn.Module, batches: Sequence[PackedBatch], loss: LossFunction) -> list[dict[str, torch.Tensor]]:
+def forward_backward(
+    model: torch.nn.Module, batches: Sequence[PackedBatch], loss: LossFunction, *, whole: bool
+) -> list[dict[str, torch.Tensor]]:
     """Leave the step's gradient, summed over micro-batches and data-parallel ranks, in the gradient buffers.
 
-    Returns the metric sums of each micro-batch of this rank. Collective over all ranks.
+    The loss gets the logits of all positions when `whole`, else those of `packed.scored_rows`. Returns the metric sums of each
+    micro-batch of this rank. Collective over all ranks.
     """
 
     def use(packed: PackedBatch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
@@ -68,7 +74,7 @@ def forward_backward(model: torch.nn.Module, batches: Sequence[PackedBatch], los
         return value, torch.ones((), dtype=torch.int), sums
 
     model.train()
-    return _run(model, batches, use, forward_only=False)
+    return _run(model, batches, use, whole=whole, forward_only=False)
 
 
 def sum_metrics(parts: Sequence[dict[str, torch.Tensor]], group: dist.ProcessGroup) -> dict[str, float]:

@@ -38,6 +38,33 @@ def test_packed_attention_equals_each_sequence_alone(lengths: list[int]) -> None
         assert torch.allclose(got, want, atol=1e-5)
 
 
+@settings(max_examples=15, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 12), st.integers(1, 9)), min_size=2, max_size=9), st.integers(1, 4))
+def test_shared_tokens_equal_copies_of_them(sizes: list[tuple[int, int]], heads: int) -> None:
+    """Every two sequences share the prompt of the first of them."""
+    source, lengths, count = [], [], 0
+    for i, (prompt, response) in enumerate(sizes):
+        if i % 2 == 0:
+            shared = list(range(count, count + prompt))
+            count += prompt
+        source += shared + list(range(count, count + response))
+        lengths.append(len(shared) + response)
+        count += response
+    index = torch.tensor(source)
+    generator = torch.Generator().manual_seed(count)
+    tensors = [torch.randn(count, n, 8, generator=generator, dtype=torch.float64, requires_grad=True) for n in (2 * heads, heads, heads)]
+    weight = torch.randn(count, 2 * heads, 8, generator=generator, dtype=torch.float64)
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    out = packed_attention_cpu(*tensors, attention_plan(cu_seqlens, index), scale=SCALE)
+    copies = torch.cat([plain(*parts) for parts in zip(*(x[index].split(lengths) for x in tensors), strict=True)])
+    assert torch.allclose(out[index], copies, atol=1e-12)
+    first = torch.tensor([source.index(i) for i in range(count)])
+    grads = torch.autograd.grad((out * weight).sum(), tensors)
+    expected = torch.autograd.grad((copies[first] * weight).sum(), tensors)
+    for got, want in zip(grads, expected, strict=True):
+        assert torch.allclose(got, want, atol=1e-12)
+
+
 @pytest.mark.parametrize("lengths", [[5] * 50, [1, 2, 3, 100], [7], list(range(1, 60))])
 def test_the_plan_wastes_little(lengths: list[int]) -> None:
     plan = attention_plan(torch.tensor([0, *lengths]).cumsum(0).to(torch.int32))

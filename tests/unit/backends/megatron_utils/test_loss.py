@@ -197,6 +197,33 @@ def test_gradients_by_finite_differences() -> None:
     assert torch.autograd.gradcheck(lambda z: loss_from_logits(z, packed, FULL, temperature=0.9, vocab_size=VOCAB)[0], logits)
 
 
+@pytest.mark.parametrize("algorithm", [FULL, AlgorithmConfig(loss_type="sft_loss")])
+def test_logits_of_the_scored_rows_are_enough(algorithm: AlgorithmConfig) -> None:
+    packed, logits = example(algorithm)
+    rows = packed.scored_rows
+    assert len(rows) < packed.num_tokens
+    results = []
+    for leaf, at in ((logits.clone().requires_grad_(), None), (logits[rows].requires_grad_(), rows)):
+        loss, metrics = loss_from_logits(leaf, packed, algorithm, temperature=0.9, vocab_size=VOCAB, rows=at)
+        loss.backward()
+        results.append((loss, metrics, leaf.grad if at is not None else leaf.grad[rows]))  # type: ignore[index]
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=1e-12)
+
+
+def test_a_micro_batch_without_trained_tokens_has_loss_zero() -> None:
+    packed, logits = example()
+    untrained = PackedBatch(
+        **{f: getattr(packed, f) for f in PackedBatch.__slots__}
+        | {"loss_mask": torch.zeros_like(packed.loss_mask), "loss_weight": torch.zeros_like(packed.loss_weight)}
+    )
+    leaf = logits[untrained.scored_rows].requires_grad_()
+    loss, _ = loss_from_logits(leaf, untrained, FULL, temperature=0.9, vocab_size=VOCAB, rows=untrained.scored_rows)
+    loss.backward()
+    assert leaf.shape[0] == 1
+    assert loss.item() == 0.0
+    assert not leaf.grad.any()  # type: ignore[union-attr]
+
+
 def test_without_old_log_probs_the_policy_is_its_own_old_one() -> None:
     packed, logits = example(AlgorithmConfig())
     own = packed_log_probs(logits, packed, temperature=0.9, vocab_size=VOCAB)[0].detach()
