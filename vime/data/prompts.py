@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from vime.data.tokenizer import encode_prompt, render_chat
 from vime.errors import DataError
 from vime.utils.types import Sample
 
-__all__ = ["PromptFormat", "PromptSet", "load_prompts", "sample_from_row"]
+__all__ = ["PromptFormat", "PromptSet", "fresh_copy", "load_prompts", "sample_from_row"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +95,28 @@ def sample_from_row(row: Row, form: PromptFormat, tokenizer: Any = None) -> Samp
         chat = messages if messages is not None else [{"role": "user", "content": prompt}]
         prompt = render_chat(tokenizer, chat, tools=tools, where=row.where, **form.template_kwargs)
     return Sample(prompt=prompt, label=label, metadata=metadata, apply_chat_template_kwargs=kwargs)
+
+
+def fresh_copy(sample: Sample) -> Sample:
+    """A deep copy: nothing that is changed in it, however deep, changes `sample`. Quick where the values came out of JSON."""
+    twin = copy.copy(sample)
+    for name, value in sample.__dict__.items():
+        if not isinstance(value, _IMMUTABLE):
+            twin.__dict__[name] = _own(value)
+    return twin
+
+
+_IMMUTABLE = (str, int, float, bool, type(None), Sample.Status)
+
+
+def _own(value: Any) -> Any:
+    if isinstance(value, _IMMUTABLE):
+        return value
+    if type(value) is dict:
+        return {key: _own(item) for key, item in value.items()}
+    if type(value) is list:
+        return [_own(item) for item in value]
+    return copy.deepcopy(value)
 
 
 def _ids(sample: Sample, row: Row, tokenizer: Any) -> list[int]:

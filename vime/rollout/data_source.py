@@ -7,7 +7,6 @@ prompts (file) ──▶ get_samples(n) ──▶ rollout function
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 import logging
@@ -16,7 +15,7 @@ import random
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from vime.data.prompts import PromptFormat, load_prompts
+from vime.data.prompts import PromptFormat, fresh_copy, load_prompts
 from vime.errors import CheckpointError, DataError
 from vime.rollout.base_types import Group
 from vime.rollout.resources import RolloutResources
@@ -168,7 +167,7 @@ class RolloutDataSource:
     def _group(self, prompt: Sample) -> Group:
         group: Group = []
         for _ in range(self.args.n_samples_per_prompt):
-            sample = copy.deepcopy(prompt)
+            sample = fresh_copy(prompt)
             sample.group_index, sample.index = self.sample_group_index, self.sample_index
             self.sample_index += 1
             group.append(sample)

@@ -16,7 +16,7 @@ from vime.errors import EngineError, GenerationError
 from vime.utils.http_utils import HttpScope, request_json
 from vime.utils.types import Sample
 
-__all__ = ["ENDPOINT", "EngineClient", "Generation", "derive_seed", "engine_sampling_params", "parse_reply"]
+__all__ = ["ENDPOINT", "EngineClient", "Generation", "derive_seed", "engine_sampling_params", "parse_replies", "parse_reply"]
 
 ENDPOINT = "/inference/v1/generate"
 SESSION_HEADER = "x-session-id"  # vllm-router's consistent_hash policy sends one session to one engine
@@ -67,6 +67,22 @@ class EngineClient:
             reply = await request_json(self.scope.open(), "POST", self.url, payload, policy=self.scope.policy, first_try_headers=headers)
         return parse_reply(reply, self.url)
 
+    async def generate_several(
+        self, token_ids: list[int], sampling_params: dict[str, Any], count: int, *, session_id: str | None = None
+    ) -> list[Generation | GenerationError]:
+        """`count` independent continuations of `token_ids` [T] in one request; `sampling_params` must have no seed.
+
+        A continuation that could not be had is the GenerationError that `generate` would have raised.
+
+        Raises:
+            EngineError, DeadlineError: as `generate`, for all of them.
+        """
+        payload = {"token_ids": token_ids, "sampling_params": {**engine_sampling_params(sampling_params), "n": count}}
+        headers = {SESSION_HEADER: session_id} if session_id else None
+        async with self.scope.slot(self.url, count):
+            reply = await request_json(self.scope.open(), "POST", self.url, payload, policy=self.scope.policy, first_try_headers=headers)
+        return parse_replies(reply, count, self.url)
+
 
 def engine_sampling_params(params: dict[str, Any]) -> dict[str, Any]:
     """`params` as vLLM's SamplingParams; log-probabilities of the sampled tokens are always asked for."""
@@ -88,11 +104,43 @@ def parse_reply(reply: Any, url: str) -> Generation:
     """
     try:
         choice = reply["choices"][0]
+    except (KeyError, IndexError, TypeError) as error:
+        raise _torn(reply, url) from error
+    return _parse_choice(choice, url)
+
+
+def parse_replies(reply: Any, count: int, url: str) -> list[Generation | GenerationError]:
+    """The `count` choices of a reply, by their index; each as `parse_reply`, a GenerationError in place of what was not had.
+
+    Raises:
+        EngineError: a choice is missing, twice there, or torn.
+    """
+    try:
+        choices = {choice["index"]: choice for choice in reply["choices"]}
+    except (KeyError, TypeError) as error:
+        raise _torn(reply, url) from error
+    if sorted(choices) != list(range(count)) or len(reply["choices"]) != count:
+        raise EngineError(f"{url} sent {len(reply['choices'])} choices, numbered {list(choices)}, where {count} were asked for.")
+    found: list[Generation | GenerationError] = []
+    for index in range(count):
+        try:
+            found.append(_parse_choice(choices[index], url))
+        except GenerationError as error:
+            found.append(error)
+    return found
+
+
+def _torn(reply: Any, url: str) -> EngineError:
+    return EngineError(f"{url} sent a reply without choices[0].token_ids/logprobs/finish_reason: {str(reply)[:300]}.")
+
+
+def _parse_choice(choice: Any, url: str) -> Generation:
+    try:
         tokens = [int(token) for token in choice["token_ids"] or []]
         entries = (choice["logprobs"] or {}).get("content") or []
         reason = choice["finish_reason"]
-    except (KeyError, IndexError, TypeError, AttributeError) as error:
-        raise EngineError(f"{url} sent a reply without choices[0].token_ids/logprobs/finish_reason: {str(reply)[:300]}.") from error
+    except (KeyError, TypeError, AttributeError) as error:
+        raise _torn(choice, url) from error
     if reason not in _STATUS:
         raise GenerationError(f"{url} ended a generation with finish_reason {reason!r}; the engine's log says why.")
     if len(entries) != len(tokens):

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import time
 from typing import Any
 
-from vime.data.prompts import PromptFormat, load_prompts
+from vime.data.prompts import PromptFormat, fresh_copy, load_prompts
 from vime.errors import ConfigError, DeadlineError, GenerationError
 from vime.rollout.base_types import Group, RolloutFnEvalOutput
 from vime.rollout.collect import cancel_all
@@ -78,7 +77,7 @@ def _groups(state: GenerateState, name: str, path: str) -> list[Group]:
     for group_index, prompt in enumerate(prompts):
         group: Group = []
         for position in range(count):
-            sample = copy.deepcopy(prompt)
+            sample = fresh_copy(prompt)
             sample.group_index, sample.index = group_index, group_index * count + position
             group.append(sample)
         groups.append(group)

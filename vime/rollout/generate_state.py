@@ -8,6 +8,7 @@ a new one.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import AsyncIterator
 from contextvars import ContextVar
 from typing import Any
@@ -16,12 +17,18 @@ from vime.errors import ConfigError
 from vime.hooks import accepts, load_hook
 from vime.rollout.engine_client import EngineClient
 from vime.rollout.resources import RolloutResources
-from vime.rollout.rm_hub.scoring import REWARD_WORKERS
+from vime.rollout.rm_hub.scoring import REWARD_RESOURCES
 from vime.utils.http_utils import HttpScope, RequestLimit, RetryPolicy, use_scope
 
 __all__ = ["GenerateState"]
 
-_CURRENT: ContextVar[GenerateState | None] = ContextVar("vime_generate_state", default=None)
+# A weak reference: kept connections remember the context that they were opened in, and must not keep a run's parts alive by it.
+_CURRENT: ContextVar[weakref.ref[GenerateState] | None] = ContextVar("vime_generate_state", default=None)
+
+
+def _current() -> GenerateState | None:
+    reference = _CURRENT.get()
+    return reference() if reference is not None else None
 
 
 class GenerateState:
@@ -36,7 +43,7 @@ class GenerateState:
 
     def __new__(cls, args: Any, resources: RolloutResources | None = None) -> GenerateState:
         """The state of the rollout that runs in this task, when it has the same `args`; else a new one."""
-        current = _CURRENT.get()
+        current = _current()
         if resources is None and current is not None and current.args is args:
             return current
         self = super().__new__(cls)
@@ -74,26 +81,31 @@ class GenerateState:
 
     def generate_hook(self, path: str) -> tuple[Any, bool]:
         """The custom generate function at `path`, and whether it takes `evaluation`."""
-        function = load_hook(path, "custom_generate_function_path")
-        return function, accepts(function, "evaluation")
+        key = (path, "custom_generate_function_path")
+        if key not in self.resources.hooks:
+            function = load_hook(*key)
+            self.resources.hooks[key] = (function, accepts(function, "evaluation"))
+        found: tuple[Any, bool] = self.resources.hooks[key]
+        return found
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[GenerateState]:
-        """Within this, the state is the one that plug-ins find; its connections are closed at the end."""
-        token = _CURRENT.set(self)
-        workers = REWARD_WORKERS.set(self.resources.reward_workers)
+        """Within this, the state is the one that plug-ins find; connections of its own are closed at the end."""
+        token = _CURRENT.set(weakref.ref(self))
+        resources = REWARD_RESOURCES.set(weakref.ref(self.resources))
+        self.client.scope.lent = self.resources.session()
         try:
             with use_scope(self.client.scope):
                 yield self
         finally:
-            REWARD_WORKERS.reset(workers)
+            REWARD_RESOURCES.reset(resources)
             _CURRENT.reset(token)
             await self.client.scope.close()
 
     @contextlib.asynccontextmanager
     async def borrowed(self) -> AsyncIterator[GenerateState]:
         """The same when the rollout runs already; else connections last for this block only."""
-        if _CURRENT.get() is self:
+        if _current() is self:
             yield self
         else:
             async with self.running():

@@ -10,13 +10,13 @@ import asyncio
 from collections.abc import Coroutine, Iterable, Iterator
 from typing import Any
 
-from vime.data.tokenizer import encode_prompt
-from vime.errors import DataError, GenerationError, HookError, PeerError
+from vime.errors import DeadlineError, GenerationError, HookError, PeerError
 from vime.hooks import hook_errors
 from vime.rollout.base_types import Group
 from vime.rollout.engine_client import derive_seed
 from vime.rollout.generate_state import GenerateState
 from vime.rollout.rm_hub.scoring import async_rm, batched_async_rm
+from vime.rollout.sampling import continue_group, continue_sample, prompt_ids, shares_request
 from vime.utils.types import Sample
 
 __all__ = ["all_or_cancel", "generate", "generate_and_rm", "generate_and_rm_group", "is_done", "segments", "usable"]
@@ -41,45 +41,16 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
     async with state.borrowed():
         if not sample.tokens:
             sample.tokens = prompt_ids(state, sample)
-        for _ in range(args.rollout_request_retries + 1):
-            await _continue(state, sample, sampling_params)
-            if sample.status is not Status.ABORTED:
-                break
+        await _continue(state, sample, sampling_params, args.rollout_request_retries + 1)
     return sample
 
 
-def prompt_ids(state: GenerateState, sample: Sample) -> list[int]:
-    """Token ids [P] of the sample's prompt."""
-    kwargs = sample.apply_chat_template_kwargs or {}
-    ids = encode_prompt(state.tokenizer, sample.prompt, where=f"sample {sample.index}", tools=sample.metadata.get("tools"), **kwargs)
-    if not ids:
-        raise DataError(f"sample {sample.index} has an empty prompt. Give --prompt-data, or a rollout function that makes its own prompts.")
-    return ids
-
-
-async def _continue(state: GenerateState, sample: Sample, sampling_params: dict[str, Any]) -> None:
-    args = state.args
-    budget = sampling_params["max_new_tokens"] - sample.response_length
-    if args.rollout_max_context_len is not None:
-        budget = min(budget, args.rollout_max_context_len - len(sample.tokens))
-    if budget <= 0:
-        sample.status = Status.TRUNCATED
-        return
-    params = {**sampling_params, "max_new_tokens": budget}
-    if params.get("seed") is not None and sample.response_length:
-        params["seed"] = derive_seed(params["seed"], sample.response_length)  # a later turn draws anew
-    reply = await state.client.generate(sample.tokens, params, session_id=sample.session_id)
-    text = state.tokenizer.decode(
-        reply.token_ids, skip_special_tokens=params.get("skip_special_tokens", False), clean_up_tokenization_spaces=False
-    )
-    sample.append_response_tokens(
-        args,
-        tokens=reply.token_ids,
-        log_probs=reply.log_probs,
-        text=text,
-        weight_versions=reply.weight_versions,
-        status=reply.status,
-    )
+async def _continue(state: GenerateState, sample: Sample, sampling_params: dict[str, Any], tries: int) -> None:
+    """Continue `sample` until it is not cut off, `tries` times at most."""
+    for _ in range(tries):
+        await continue_sample(state, sample, sampling_params)
+        if sample.status is not Status.ABORTED:
+            break
 
 
 async def generate_and_rm(args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False) -> Sample | list[Sample]:
@@ -102,6 +73,12 @@ async def generate_and_rm(args: Any, sample: Sample, sampling_params: dict[str, 
         _check_result(result, sample, path)
     else:
         result = await generate(args, sample, dict(sampling_params))
+    await _score(args, result, sample, evaluation)
+    return result
+
+
+async def _score(args: Any, result: Sample | list[Sample], sample: Sample, evaluation: bool) -> None:
+    """Rewards for what was generated for `sample`."""
     parts = list(segments([result]))
     if any(part.status is Status.ABORTED for part in parts):
         raise GenerationError(f"sample {sample.index} was cut off by the engine, and again when it was continued.")
@@ -110,7 +87,6 @@ async def generate_and_rm(args: Any, sample: Sample, sampling_params: dict[str, 
         rewards = await all_or_cancel(async_rm(args, part, evaluation) for part in unscored)
         for part, reward in zip(unscored, rewards, strict=True):
             part.reward = reward
-    return result
 
 
 async def generate_and_rm_group(args: Any, group: Group, sampling_params: dict[str, Any], evaluation: bool = False) -> Group:
@@ -122,7 +98,12 @@ async def generate_and_rm_group(args: Any, group: Group, sampling_params: dict[s
         GenerationError: no member could be had, or the group's judge (--group-rm) failed.
         HookError, RewardError, DataError, ConfigError: the run must not go on.
     """
-    done: Group = await all_or_cancel(_member(args, member, sampling_params, evaluation) for member in group)
+    state = GenerateState(args)
+    if shares_request(group, state, sampling_params):
+        async with state.borrowed():
+            done: Group = await _members_at_once(state, group, sampling_params, evaluation)
+    else:
+        done = await all_or_cancel(_member(args, member, sampling_params, evaluation) for member in group)
     good = usable(done)
     if not good:
         causes = sorted({str(part.metadata.get("failure", "its generate function set FAILED")) for part in segments(done)})
@@ -138,11 +119,41 @@ async def generate_and_rm_group(args: Any, group: Group, sampling_params: dict[s
     return done
 
 
+async def _members_at_once(state: GenerateState, group: list[Sample], sampling_params: dict[str, Any], evaluation: bool) -> Group:
+    """The members of a group that `shares_request`: generated by one request, then each scored by itself."""
+    args = state.args
+    for member in group:
+        member.session_id = _session_id(args, member)
+    try:
+        problems: list[Exception | None] = await continue_group(state, group, str(group[0].session_id), sampling_params)
+    except DeadlineError as error:
+        problems = [error] * len(group)
+    for member, problem in zip(group, problems, strict=True):
+        if problem is not None:
+            _mark_failed(member, problem)
+    return await all_or_cancel(_answered(state, member, sampling_params, evaluation) for member in group)
+
+
+async def _answered(state: GenerateState, member: Sample, sampling_params: dict[str, Any], evaluation: bool) -> Sample | list[Sample]:
+    """Finish a member after its group's request: continue it where it was cut off, score it."""
+    if member.status is Status.FAILED:
+        return member
+    if member.status is Status.PENDING:
+        return await _member(state.args, member, sampling_params, evaluation)
+    try:
+        if member.status is Status.ABORTED:
+            await _continue(state, member, sampling_params, state.args.rollout_request_retries)
+        await _score(state.args, member, member, evaluation)
+    except (GenerationError, PeerError) as error:
+        _mark_failed(member, error)
+    return member
+
+
 async def _member(args: Any, member: Sample | list[Sample], sampling_params: dict[str, Any], evaluation: bool) -> Sample | list[Sample]:
     if isinstance(member, list):
         return member  # a fan-out that was finished earlier
     if member.session_id is None:
-        member.session_id = f"{args.rollout_seed}-{member.group_index}-{member.index}"
+        member.session_id = _session_id(args, member)
     params = dict(sampling_params)
     if args.vllm_enable_deterministic_inference and params.get("seed") is None:
         params["seed"] = derive_seed(args.rollout_seed, "train", member.index)
@@ -151,10 +162,18 @@ async def _member(args: Any, member: Sample | list[Sample], sampling_params: dic
     try:
         return await generate_and_rm(args, member, params, evaluation)
     except (GenerationError, PeerError) as error:
-        member.status = Status.FAILED
-        member.reward = None
-        member.metadata["failure"] = f"{type(error).__name__}: {error}"
+        _mark_failed(member, error)
         return member
+
+
+def _session_id(args: Any, sample: Sample) -> str:
+    return f"{args.rollout_seed}-{sample.group_index}-{sample.index}"
+
+
+def _mark_failed(sample: Sample, error: Exception) -> None:
+    sample.status = Status.FAILED
+    sample.reward = None
+    sample.metadata["failure"] = f"{type(error).__name__}: {error}"
 
 
 def is_done(sample: Sample, args: Any) -> bool:
@@ -179,15 +198,15 @@ def usable(group: Iterable[Sample | list[Sample]]) -> list[Sample]:
 
 async def all_or_cancel[T](work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Results in order; when one raises (or we are cancelled) the others are cancelled and awaited first."""
-    tasks = [asyncio.ensure_future(one) for one in work]
-    if not tasks:
-        return []
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    loop = asyncio.get_running_loop()
+    tasks = [asyncio.Task(one, loop=loop, eager_start=True) for one in work]  # what needs no waiting is done at once
+    if not all(task.done() for task in tasks):
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
     for task in tasks:
         if not task.cancelled() and (error := task.exception()) is not None:
             raise error

@@ -38,7 +38,9 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(generate_rollout_async(args, rollout_id, data_source, evaluation))
+        shared = getattr(data_source, "resources", None)
+        run = shared.loop.run if isinstance(shared, RolloutResources) else asyncio.run
+        return run(generate_rollout_async(args, rollout_id, data_source, evaluation))
     raise HookError("generate_rollout was called inside an event loop, which it would block. There, await generate_rollout_async(...).")
 
 

@@ -21,9 +21,10 @@ import aiohttp
 
 from vime.errors import DeadlineError, EngineError
 
-__all__ = ["HttpScope", "RequestLimit", "RetryPolicy", "current_scope", "get", "post", "request_json", "use_scope"]
+__all__ = ["HttpScope", "RequestLimit", "RetryPolicy", "current_scope", "get", "new_session", "post", "request_json", "use_scope"]
 
 BODY_SHOWN = 2000  # characters of a server's error that a message repeats
+KEEP_ALIVE = 4.0  # seconds that an idle connection is kept: less than uvicorn's 5, so that the server is not the first to hang up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +48,9 @@ class RequestLimit(asyncio.Semaphore):
 
     def __init__(self, value: int) -> None:
         super().__init__(value)
+        self.size = value
         self._depth: dict[asyncio.Task[Any] | None, int] = {}
+        self._collecting = asyncio.Lock()
 
     async def __aenter__(self) -> None:
         task = asyncio.current_task()
@@ -62,6 +65,25 @@ class RequestLimit(asyncio.Semaphore):
             del self._depth[task]
             self.release()
 
+    @property
+    def held_here(self) -> bool:
+        """Whether the current task holds it."""
+        return asyncio.current_task() in self._depth
+
+    @contextlib.asynccontextmanager
+    async def several(self, count: int) -> AsyncIterator[None]:
+        """Hold `count` slots, `size` at most. One task at a time collects them, so that two halves never wait for each other."""
+        taken = 0
+        try:
+            async with self._collecting:
+                while taken < min(count, self.size):
+                    await self.acquire()
+                    taken += 1
+            yield
+        finally:
+            for _ in range(taken):
+                self.release()
+
 
 @dataclass(slots=True, kw_only=True)
 class HttpScope:
@@ -71,22 +93,33 @@ class HttpScope:
     limit: RequestLimit
     policy: RetryPolicy = field(default_factory=RetryPolicy)
     session: aiohttp.ClientSession | None = None
+    lent: aiohttp.ClientSession | None = None  # somebody else's, who will close it; goes before a session of our own
 
     def open(self) -> aiohttp.ClientSession:
         """The session; made at the first call, which must come from the event loop that will use it."""
+        if self.lent is not None and not self.lent.closed:
+            return self.lent
         if self.session is None or self.session.closed:
-            self.session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=300))
+            self.session = new_session()
         return self.session
 
     async def close(self) -> None:
-        """Close the session and its connections."""
+        """Close the session and its connections, unless it is lent."""
+        self.lent = None
         if self.session is not None:
             await self.session.close()
             self.session = None
 
-    def slot(self, url: str) -> contextlib.AbstractAsyncContextManager[Any]:
-        """Hold this while a request to `url` is in flight."""
-        return self.limit if _origin(url) == _origin(self.base_url) else contextlib.nullcontext()
+    def slot(self, url: str, count: int = 1) -> contextlib.AbstractAsyncContextManager[Any]:
+        """Hold this while a request to `url` that makes the server generate `count` sequences is in flight."""
+        if _origin(url) != _origin(self.base_url):
+            return contextlib.nullcontext()
+        return self.limit if count == 1 else self.limit.several(count)
+
+
+def new_session() -> aiohttp.ClientSession:
+    """A session of the running event loop. What bounds its connections is the limit of requests in flight (`RequestLimit`)."""
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=300, keepalive_timeout=KEEP_ALIVE))
 
 
 _SCOPE: ContextVar[HttpScope | None] = ContextVar("vime_http_scope", default=None)

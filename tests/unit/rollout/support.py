@@ -68,12 +68,17 @@ Answer = Callable[[dict[str, Any], int], Any]
 
 @dataclass
 class WireServer:
-    """Replies with what `answer(request, number)` gives: a dict, a web.Response, or a coroutine of one."""
+    """Replies with what `answer(request, number)` gives: a dict, a web.Response, or a coroutine of one.
+
+    A request for n choices gets those of n answers (or the first that is a web.Response); `number` counts answers.
+    """
 
     answer: Answer
     port: int = 0
     requests: list[dict[str, Any]] = field(default_factory=list)
     headers: list[Any] = field(default_factory=list)
+    clients: list[Any] = field(default_factory=list)  # of each request: the other end of its connection
+    answers: int = 0
     in_flight: int = 0
     most_in_flight: int = 0
 
@@ -95,11 +100,25 @@ class WireServer:
             body = await request.json() if request.can_read_body else {}
             self.requests.append(body)
             self.headers.append(request.headers)
-            given = self.answer(body, len(self.requests) - 1)
-            given = await given if asyncio.iscoroutine(given) else given
-            return given if isinstance(given, web.StreamResponse) else web.json_response(given)
+            assert request.transport is not None
+            self.clients.append(request.transport.get_extra_info("peername"))
+            count = (body.get("sampling_params") or {}).get("n", 1) if isinstance(body, dict) else 1
+            given = await asyncio.gather(*(self._answer(body) for _ in range(count)))
+            refused = [one for one in given if isinstance(one, web.StreamResponse)]
+            return refused[0] if refused else web.json_response(given[0] if count == 1 else joined(given))
         finally:
             self.in_flight -= 1
+
+    async def _answer(self, body: Any) -> Any:
+        given = self.answer(body, self.answers)
+        self.answers += 1
+        return await given if asyncio.iscoroutine(given) else given
+
+
+def joined(replies: list[dict[str, Any]]) -> dict[str, Any]:
+    """One reply with the choices of several, numbered; in reverse, for the order on the wire says nothing."""
+    choices = [{**choice, "index": index} for index, choice in enumerate(choice for reply in replies for choice in reply["choices"])]
+    return {**replies[0], "choices": choices[::-1]}
 
 
 @contextlib.asynccontextmanager

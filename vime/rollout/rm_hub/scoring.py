@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import math
+import weakref
 from collections.abc import Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Protocol
 
 from vime.errors import ConfigError, DataError, HookError, RewardError
 from vime.hooks import hook_errors, load_hook
@@ -15,10 +16,27 @@ from vime.rollout.rm_hub.registry import find_reward
 from vime.rollout.rm_hub.workers import RewardWorkers
 from vime.utils.types import Sample
 
-__all__ = ["REWARD_WORKERS", "async_rm", "batched_async_rm"]
+__all__ = ["REWARD_RESOURCES", "async_rm", "batched_async_rm"]
 
-# The workers of the rollout that runs in this task; set by GenerateState for the tasks of one rollout.
-REWARD_WORKERS: ContextVar[RewardWorkers | None] = ContextVar("vime_reward_workers", default=None)
+
+class RewardResources(Protocol):
+    """What rewards use of what a run's rollouts share."""
+
+    @property
+    def reward_workers(self) -> RewardWorkers: ...
+
+    @property
+    def hooks(self) -> dict[tuple[str, str], Any]: ...
+
+
+# Those of the rollout that runs in this task; set by GenerateState for the tasks of one rollout, and weak for its reason.
+REWARD_RESOURCES: ContextVar[weakref.ref[RewardResources] | None] = ContextVar("vime_reward_resources", default=None)
+
+
+def _shared() -> RewardResources | None:
+    reference = REWARD_RESOURCES.get()
+    return reference() if reference is not None else None
+
 
 FLAG = "--custom-rm-path"
 
@@ -36,7 +54,7 @@ async def async_rm(args: Any, sample: Sample, evaluation: bool = False) -> float
     """
     path = sample.custom_rm_path or args.custom_rm_path
     if path:
-        function = load_hook(path, "custom_rm_path", FLAG)
+        function = _custom(path)
         with hook_errors(FLAG, path, function):
             value = await function(args, sample)
         return _checked(value, args, sample, path, evaluation)
@@ -53,13 +71,24 @@ async def batched_async_rm(args: Any, samples: Sequence[Sample], evaluation: boo
     path = args.custom_rm_path
     if not path or any(sample.custom_rm_path for sample in samples):
         return list(await asyncio.gather(*(async_rm(args, sample, evaluation) for sample in samples)))
-    function = load_hook(path, "custom_rm_path", FLAG)
+    function = _custom(path)
     with hook_errors(FLAG, path, function):
         values = await function(args, list(samples))
     if not isinstance(values, Sequence) or len(values) != len(samples):
         got = f"{len(values)} rewards" if isinstance(values, Sequence) else type(values).__name__
         raise HookError(f"{FLAG} {path}: with --group-rm it must return a list of {len(samples)} rewards, one per sample; got {got}.")
     return [_checked(value, args, sample, path, evaluation) for value, sample in zip(values, samples, strict=True)]
+
+
+def _custom(path: str) -> Any:
+    """The custom reward at `path`; loaded and checked once a run."""
+    shared = _shared()
+    if shared is None:
+        return load_hook(path, "custom_rm_path", FLAG)
+    key = (path, "custom_rm_path")
+    if key not in shared.hooks:
+        shared.hooks[key] = load_hook(*key, FLAG)
+    return shared.hooks[key]
 
 
 async def _builtin(args: Any, sample: Sample, name: str) -> Any:
@@ -76,9 +105,9 @@ async def _builtin(args: Any, sample: Sample, name: str) -> Any:
     if spec.runs == "here":
         return spec.function()(response, sample.label, sample.metadata)
     bare = name.removeprefix("boxed_")
-    shared = REWARD_WORKERS.get()
+    shared = _shared()
     if shared is not None:
-        return await shared.score(bare, response, sample.label, sample.metadata)
+        return await shared.reward_workers.score(bare, response, sample.label, sample.metadata)
     own = RewardWorkers(count=1)
     try:
         return await own.score(bare, response, sample.label, sample.metadata)
