@@ -26,7 +26,7 @@ class ComputedRow:
 
     tokens: torch.Tensor  # [C] i64
     position_ids: torch.Tensor  # [C] i64
-    rows: torch.Tensor  # [N] i64, where in C the wanted positions are, in their order
+    rows: torch.Tensor  # [N] i64, where in C the wanted positions are, in their order, then repetitions
     cu_seqlens: torch.Tensor  # [n + 1] i32, starts of the sequences and E
     source: torch.Tensor  # [E] i64, where in C each token of each sequence is
 
@@ -34,7 +34,9 @@ class ComputedRow:
 def computed_row(packed: PackedBatch, wanted: torch.Tensor) -> ComputedRow:
     """The least that has to be computed for the positions `wanted` [N >= 1] i64 of `packed`, which is on the CPU.
 
-    Sequences without a wanted position are left out. Deterministic: positions keep their order in the pack.
+    Sequences without a wanted position are left out. C and N are rounded up by at most a sixteenth, so that they take few
+    values and kernels made for a shape serve again: what is added is a sequence of its own, and rows that repeat row 0.
+    Deterministic: positions keep their order in the pack.
     """
     sizes = (packed.cu_seqlens[1:] - packed.cu_seqlens[:-1]).long()
     starts = packed.cu_seqlens[:-1].long()
@@ -44,16 +46,25 @@ def computed_row(packed: PackedBatch, wanted: torch.Tensor) -> ComputedRow:
     owner = torch.from_numpy(_owners(packed, starts.tolist(), needed.tolist()))
     first = alive & (owner == torch.arange(len(owner)))
     index = first.cumsum(0) - 1
-    lengths = needed[needed > 0]
+    count = int(index[-1]) + 1
+    added = torch.arange(_rounded(count) - count)
+    lengths = torch.cat([needed[needed > 0], torch.tensor([len(added)])]) if len(added) else needed[needed > 0]
     cu_seqlens = torch.zeros(len(lengths) + 1, dtype=torch.int32)
     cu_seqlens[1:] = lengths.cumsum(0)
+    rows = index[owner[wanted]]
     return ComputedRow(
-        tokens=packed.tokens[first],
-        position_ids=packed.position_ids[first],
-        rows=index[owner[wanted]],
+        tokens=torch.cat([packed.tokens[first], torch.zeros_like(added)]),
+        position_ids=torch.cat([packed.position_ids[first], added]),
+        rows=torch.cat([rows, rows[:1].expand(_rounded(len(rows)) - len(rows))]),
         cu_seqlens=cu_seqlens,
-        source=index[owner[alive]],
+        source=torch.cat([index[owner[alive]], count + added]),
     )
+
+
+def _rounded(count: int) -> int:
+    """Up to a multiple of the largest power of two that is at most a sixteenth of it; small numbers stay as they are."""
+    step = 1 << max(count.bit_length() - 5, 0)
+    return -(-count // step) * step
 
 
 def _owners(packed: PackedBatch, starts: list[int], needed: list[int]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

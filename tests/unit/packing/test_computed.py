@@ -63,6 +63,15 @@ def test_each_wanted_position_sees_its_own_past(samples: list[tuple[list[int], l
             assert pasts.setdefault(index, tokens[: at + 1]) == tokens[: at + 1]
     assert sorted(pasts) == list(range(len(row.tokens)))
     starts = packed.cu_seqlens.tolist()
-    for position, index in zip(wanted.tolist(), row.rows.tolist(), strict=True):
+    for position, index in zip(wanted.tolist(), row.rows[: len(wanted)].tolist(), strict=True):
         start = max(s for s in starts if s <= position)
         assert pasts[index] == packed.tokens[start : position + 1].tolist()
+
+
+def test_sizes_are_rounded_by_a_sixteenth_at_most() -> None:
+    packed = packed_of([([i % 7, i], [1, 2, 3], [1, 1, 1]) for i in range(41)])
+    row = computed_row(packed, packed.scored_rows)
+    assert (len(row.tokens), len(row.rows)) == (168, 124)  # of 164 and 123
+    assert row.rows[123:].tolist() == row.rows[:1].tolist()
+    assert row.position_ids[164:].tolist() == row.source[-4:].sub(164).tolist() == [0, 1, 2, 3]
+    assert row.cu_seqlens[-2:].diff().tolist() == [4]

@@ -53,9 +53,7 @@ def platform(cluster: ClusterConfig, *, local_rank: int = 0) -> Platform:
     """Decide device, dtype and backend from the flags and from what torch sees."""
     cuda = torch.cuda.is_available()
     if cluster.device == "cuda" and not cuda:
-        raise ResourceError(
-            "--device cuda was asked for and torch sees no GPU: check the driver and CUDA_VISIBLE_DEVICES."
-        )
+        raise ResourceError("--device cuda was asked for and torch sees no GPU: check the driver and CUDA_VISIBLE_DEVICES.")
     if cluster.device == "cpu" and not cpu_activate.ACTIVE:
         raise ResourceError("--device cpu was asked for and a GPU is visible. Hide it from the trainer with CUDA_VISIBLE_DEVICES=''.")
     dtype = torch.bfloat16 if cuda else torch.float32

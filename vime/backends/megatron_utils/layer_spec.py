@@ -4,18 +4,22 @@ norm and our core attention put in."""
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from vime.backends.megatron_utils.attention import PackedCoreAttention
+from vime.backends.megatron_utils.fused import rms_norm, swiglu
 from vime.backends.megatron_utils.layer_probe import has_transformer_engine
+from vime.backends.megatron_utils.linear import ColumnLinear, RowLinear
 
-__all__ = ["LastLayer", "RMSNorm", "layer_spec"]
+__all__ = ["GatedMLP", "LastLayer", "RMSNorm", "layer_spec"]
 
 
 class RMSNorm(torch.nn.Module):
@@ -34,7 +38,22 @@ class RMSNorm(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., hidden_size] -> the same shape and dtype."""
+        if x.device.type == "cpu":
+            return rms_norm(x, self.weight, self.eps)
         return torch.nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class GatedMLP(MLP):
+    """Megatron's MLP with SwiGLU in fewer passes over memory, for the CPU."""
+
+    def forward(
+        self, hidden_states: torch.Tensor, per_token_scale: torch.Tensor | None = None, **unused: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """[T, 1, H] -> ([T, 1, H], None)."""
+        if hidden_states.device.type != "cpu" or per_token_scale is not None or self.config.activation_func_clamp_value is not None:
+            return super().forward(hidden_states, per_token_scale, **unused)
+        inner, _ = self.linear_fc1(hidden_states)
+        return self.linear_fc2(swiglu(inner))
 
 
 class LastLayer(TransformerLayer):
@@ -56,8 +75,12 @@ def layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     for layer in spec.layer_specs:
         layer.submodules.input_layernorm = RMSNorm
         layer.submodules.pre_mlp_layernorm = RMSNorm
+        if config.gated_linear_unit and config.activation_func is torch.nn.functional.silu and not config.add_bias_linear:
+            inner = MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear)
+            layer.submodules.mlp = partial(GatedMLP.as_mlp_submodule, submodules=inner)
         attention = layer.submodules.self_attention.submodules
         attention.core_attention = PackedCoreAttention
+        attention.linear_qkv, attention.linear_proj = ColumnLinear, RowLinear
         if config.qk_layernorm:
             attention.q_layernorm = RMSNorm
             attention.k_layernorm = RMSNorm

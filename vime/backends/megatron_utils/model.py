@@ -13,7 +13,7 @@ from megatron.training.argument_utils import core_transformer_config_from_args
 
 from vime.backends.megatron_utils.layer_probe import has_transformer_engine
 from vime.backends.megatron_utils.layer_spec import layer_spec
-from vime.backends.megatron_utils.packed_params import computed_params, packed_params
+from vime.backends.megatron_utils.packed_params import PackedParams, computed_params, packed_params
 from vime.packing.computed import computed_row
 from vime.packing.pack import PackedBatch
 
@@ -79,12 +79,14 @@ def forward_logits(model: torch.nn.Module, packed: PackedBatch, rows: torch.Tens
     """
     config: TransformerConfig = model.config  # type: ignore[assignment]
     drops = model.training and (config.hidden_dropout > 0 or config.attention_dropout > 0)  # samples share no dropped unit
-    tokens, positions = packed.tokens, packed.position_ids
-    if rows is None or drops or config.sequence_parallel or tokens.device.type != "cpu":
+    if rows is None or drops or config.sequence_parallel or packed.tokens.device.type != "cpu":
         params = packed_params(packed, thd=has_transformer_engine())
-    else:
-        computed = computed_row(packed, rows)
-        tokens, positions, params, rows = computed.tokens, computed.position_ids, computed_params(computed), None
+        return _run(model, packed.tokens, packed.position_ids, params, rows)
+    computed = computed_row(packed, rows)
+    return _run(model, computed.tokens, computed.position_ids, computed_params(computed), None)[: len(rows)]
+
+
+def _run(model: torch.nn.Module, tokens: torch.Tensor, positions: torch.Tensor, params: PackedParams, rows: torch.Tensor | None) -> Any:
     return model(tokens[None], positions[None], None, packed_seq_params=params, output_processor=_logits_at, output_processor_context=rows)
 
 
