@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
+import numpy as np
 import torch
 
 from vime.errors import DataError
@@ -77,11 +78,14 @@ class PackedBatch:
 
         Raises ValueError when the number of samples or a length differs.
         """
+        for values, response in zip(per_sample, self.response_lengths, strict=True):
+            if len(values) != response:
+                raise ValueError(f"scatter: a sample has {response} response tokens but {len(values)} values.")
+        ends, sizes = np.cumsum(self.lengths), np.array(self.response_lengths)
+        inside = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)  # place in the own response
+        where = torch.from_numpy(np.repeat(ends - 1 - sizes, sizes) + inside)
         out = torch.zeros(self.num_tokens, dtype=torch.float32, device=self.tokens.device)
-        for values, where in zip(per_sample, self.response_slices(), strict=True):
-            if len(values) != where.stop - where.start:
-                raise ValueError(f"scatter: a sample has {where.stop - where.start} response tokens but {len(values)} values.")
-            out[where] = values.to(out)
+        out[where.to(out.device)] = torch.cat(list(per_sample)).to(out)
         return out
 
     def gather(self, values: torch.Tensor) -> list[torch.Tensor]:
@@ -141,8 +145,8 @@ def pack(samples: Sequence[TrainSample], plan: StepPlan, *, per_token: bool, mul
     starts[1:] = sizes.cumsum(0)
 
     tokens = torch.zeros(total, dtype=torch.int64)
-    # torch.tensor copies: the arrays that Ray hands over are read-only
-    tokens[: total - padding] = torch.cat([torch.tensor(s.tokens, dtype=torch.int64) for s in samples])
+    # concatenate copies: the arrays that Ray hands over are read-only
+    tokens[: total - padding] = torch.from_numpy(np.concatenate([s.tokens for s in samples]).astype(np.int64, copy=False))
     labels = torch.zeros_like(tokens)
     labels[:-1] = tokens[1:]
     labels[starts[1:] - 1] = 0

@@ -19,6 +19,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.attention import varlen
 
+from vime.backends.megatron_utils.fused import rotate
 from vime.backends.megatron_utils.packed_params import AttentionPlan, PackedParams, Rectangle
 
 SHORT = 64  # tokens of a row up to which the scores are written out
@@ -165,6 +166,8 @@ class PackedCoreAttention(MegatronModule):
         if packed_seq_params is None or attention_mask is not None or attention_bias is not None:
             raise NotImplementedError("PackedCoreAttention needs packed_seq_params, and takes neither a mask nor a bias.")
         q, k, v = query.squeeze(1), key.squeeze(1), value.squeeze(1)
+        if packed_seq_params.rotary is not None:
+            q, k = (rotate(x, *packed_seq_params.rotary) for x in (q, k))
         if packed_seq_params.plan is None:
             if self.dropout and self.training:
                 raise NotImplementedError("varlen_attn has no dropout: set --attention-dropout 0 or install Transformer Engine.")

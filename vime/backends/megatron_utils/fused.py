@@ -1,4 +1,4 @@
-"""RMSNorm and SwiGLU for the CPU, with backward passes written out: fewer passes over memory than the
+"""RMSNorm, SwiGLU and rotary embedding for the CPU, with backward passes written out: fewer passes over memory than the
 chains of operations that autograd would differentiate. The numbers are theirs up to rounding."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch.autograd.function import once_differentiable
 
-__all__ = ["rms_norm", "swiglu"]
+__all__ = ["rms_norm", "rotate", "swiglu"]
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -20,6 +20,14 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def swiglu(x: torch.Tensor) -> torch.Tensor:
     """silu(a) * b (arXiv:2002.05202, eq. 6) with a, b the halves of x [..., 2 F] -> [..., F]."""
     return _SwiGlu.apply(x)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding (arXiv:2104.09864, eq. 34) in Hugging Face's order: dimension i turns with i + D / 2.
+
+    x [T, H, D]; cos [T, 1, D], its halves equal; sin [T, 1, D / 2] -> [T, H, D].
+    """
+    return _Rotate.apply(x, cos, sin)
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -57,3 +65,24 @@ class _SwiGlu(torch.autograd.Function):
         torch.mul(grad, F.silu(gate), out=of_up)
         torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=of_gate)
         return out
+
+
+def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: float) -> torch.Tensor:
+    out = x * cos
+    (x1, x2), (out1, out2) = x.chunk(2, dim=-1), out.chunk(2, dim=-1)
+    out1.addcmul_(x2, sin, value=-sign)
+    out2.addcmul_(x1, sin, value=sign)
+    return out
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turn(x, cos, sin, 1.0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _turn(grad, cos, sin, -1.0), None, None

@@ -25,6 +25,11 @@ def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
 
 
+def _of_weight(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """grad [T, N] transposed times x [T, K] -> [N, K]; oneDNN copies the first factor, so that is the smaller one."""
+    return _product(x.t(), grad.t()).t() if x.shape[1] < grad.shape[1] else _product(grad.t(), x.t())
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -37,7 +42,7 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         grad = grad.contiguous()
         grad_x = _product(grad, weight.t()) if ctx.needs_input_grad[0] else None
-        grad_weight = _product(grad.flatten(0, -2).t(), x.flatten(0, -2).t()) if ctx.needs_input_grad[1] else None
+        grad_weight = _of_weight(grad.flatten(0, -2), x.flatten(0, -2)) if ctx.needs_input_grad[1] else None
         return grad_x, grad_weight
 
 

@@ -37,7 +37,12 @@ class PackedGPTModel(GPTModel):
         out = super()._preprocess(input_ids, position_ids, decoder_input, inference_context, packed_seq_params, padding_mask)
         if packed_seq_params is None or packed_seq_params.qkv_format != "sbhd":
             return out
-        return (*out[:ROTARY], out[ROTARY].index_select(0, position_ids.flatten()), *out[ROTARY + 1 :])
+        frequencies = out[ROTARY].index_select(0, position_ids.flatten())
+        if packed_seq_params.plan is not None:  # on the CPU the core attention rotates (`attention.PackedCoreAttention`)
+            angles = frequencies.squeeze(1)
+            packed_seq_params.rotary = (angles.cos(), angles[..., : angles.shape[-1] // 2].sin())
+            frequencies = None
+        return (*out[:ROTARY], frequencies, *out[ROTARY + 1 :])
 
 
 def transformer_config(args: argparse.Namespace) -> TransformerConfig:

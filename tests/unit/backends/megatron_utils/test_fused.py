@@ -1,4 +1,4 @@
-"""The CPU's own norm, gate and matrix product equal the plain formulas, forwards and backwards."""
+"""The CPU's own norm, gate, rotation and matrix product equal the plain formulas, forwards and backwards."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 
-from vime.backends.megatron_utils.fused import rms_norm, swiglu
+from vime.backends.megatron_utils.fused import rms_norm, rotate, swiglu
 from vime.backends.megatron_utils.linear import linear
 
 
@@ -32,10 +32,20 @@ def test_swiglu() -> None:
     assert torch.autograd.gradcheck(swiglu, (x,))
 
 
+def test_rotate() -> None:
+    (x,) = tensors((5, 3, 8))
+    angles = torch.rand(5, 1, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    cos, sin = torch.cat([angles.cos()] * 2, -1), angles.sin()
+    expected = torch.view_as_complex(torch.stack(x.chunk(2, -1), -1)) * torch.polar(torch.ones_like(angles), angles)
+    torch.testing.assert_close(rotate(x, cos, sin), torch.cat([expected.real, expected.imag], -1), rtol=0, atol=1e-12)
+    assert torch.autograd.gradcheck(lambda a: rotate(a, cos, sin), (x,))
+
+
 @pytest.mark.parametrize("rows", [1, 7, 200])
 @pytest.mark.parametrize("frozen", [False, True])
-def test_linear(rows: int, frozen: bool) -> None:
-    x, weight, out_weight = tensors((rows, 1, 24), (40, 24), (rows, 1, 40), dtype=torch.float32)
+@pytest.mark.parametrize("width", [16, 40])
+def test_linear(rows: int, frozen: bool, width: int) -> None:
+    x, weight, out_weight = tensors((rows, 1, 24), (width, 24), (rows, 1, width), dtype=torch.float32)
     inputs = (x,) if frozen else (x, weight)
     weight.requires_grad_(not frozen)
     got, expected = linear(x, weight), x.double() @ weight.double().t()
