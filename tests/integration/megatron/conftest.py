@@ -20,6 +20,7 @@ import torch
 WORKER = Path(__file__).with_name("worker.py")
 Results = Callable[..., dict[str, Any]]
 DEADLINE_S = 280
+RECOMPUTE = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
 OWN_LOSS = {"loss_type": "custom_loss", "custom_loss_function_path": "own_losses.policy_gradient"}
 
 
@@ -67,6 +68,7 @@ def cases_of(models: dict[str, str], folder: Path) -> dict[int, list[dict[str, A
         {"name": "several_steps", "model": path, "steps": 3},
         {"name": "kl", "model": path, "ref": path, "algorithm": kl, "count": 2},
         {"name": "nan", "model": path, "nan_at": 5},
+        {"name": "recompute", "model": path, "tokens": RECOMPUTE, **grads},
         {"name": "own_loss", "model": path, "algorithm": OWN_LOSS, **grads},
         {"name": "sft", "model": path, "algorithm": {"loss_type": "sft_loss"}, "count": 3},
     ]

@@ -137,6 +137,11 @@ def test_sharing_prompts_and_leaving_out_what_nothing_looks_at_changes_nothing(r
     assert worst(own["gradients"], ours["gradients"]) <= 1e-5
 
 
+def test_recomputing_activations_changes_nothing(results: Results) -> None:
+    assert losses(results("recompute")) == losses(results("qwen3_1"))
+    assert bitwise(results("recompute")["gradients"], results("qwen3_1")["gradients"])
+
+
 def test_supervised_loss_is_the_negative_log_likelihood(results: Results) -> None:
     metrics = results("sft")["metrics"]
     assert all(m["train/loss"] > 0 and m["train/grad_norm"] > 0 for m in metrics)
