@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from tests.unit.rollout.support import make_args, make_tokenizer
-from vime.data.prompts import PromptFormat, load_prompts
+from vime.data.prompts import PromptFormat, fresh_copy, load_prompts
 from vime.data.tokenizer import load_tokenizer
 from vime.errors import CheckpointError, DataError
+from vime.utils.types import Sample
 
 CHAT = [{"role": "user", "content": "hi"}]
 NEEDS = frozenset({"math", "exact"})
@@ -116,3 +117,27 @@ def test_a_missing_model_folder_is_named(path: str | None) -> None:
 def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="tokenizer does not load"):
         load_tokenizer(str(tmp_path))
+
+
+def test_a_fresh_copy_is_equal_and_shares_nothing_that_can_change() -> None:
+    whole = Sample(
+        prompt=[{"role": "user", "content": "hi"}],
+        tokens=[1],
+        label={"answer": [1]},
+        metadata={"deep": {"list": [{"x": 1}], "set": {3}}, "pair": ([1], "a")},
+        apply_chat_template_kwargs={"thinking": False},
+    )
+    twin = fresh_copy(whole)
+    assert twin == whole
+    twin.prompt[0]["content"] = "changed"
+    twin.tokens.append(2)
+    twin.label["answer"].append(2)
+    twin.metadata["deep"]["list"][0]["x"] = 2
+    twin.metadata["deep"]["set"].add(4)
+    twin.metadata["pair"][0].append(2)
+    twin.apply_chat_template_kwargs["thinking"] = True
+    assert whole.prompt[0]["content"] == "hi"
+    assert whole.tokens == [1]
+    assert whole.label == {"answer": [1]}
+    assert whole.metadata == {"deep": {"list": [{"x": 1}], "set": {3}}, "pair": ([1], "a")}
+    assert whole.apply_chat_template_kwargs == {"thinking": False}

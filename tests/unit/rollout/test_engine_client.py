@@ -10,7 +10,7 @@ from aiohttp import web
 
 from tests.unit.rollout.support import run, serving
 from vime.errors import EngineError, GenerationError
-from vime.rollout.engine_client import EngineClient, derive_seed, engine_sampling_params, parse_reply
+from vime.rollout.engine_client import EngineClient, Generation, derive_seed, engine_sampling_params, parse_replies, parse_reply
 from vime.utils.http_utils import HttpScope, RequestLimit, RetryPolicy
 from vime.utils.types import Sample
 
@@ -87,6 +87,26 @@ def test_a_token_without_a_log_probability_is_a_generation_error() -> None:
     content = [{"token_id": 7, "logprob": -0.1}, {"token_id": 8, "logprob": -9999.0}, {"token_id": 9, "logprob": -0.1}]
     with pytest.raises(GenerationError, match="no log-probability for token 8"):
         parse_reply(changed(logprobs={"content": content}), "router")
+
+
+def several(*choices: dict[str, Any]) -> dict[str, Any]:
+    """A reply with GOOD's choice once for each argument, its fields replaced."""
+    return {"choices": [{**GOOD["choices"][0], **fields} for fields in choices]}
+
+
+def test_choices_of_one_reply_are_taken_by_their_index_each_by_itself() -> None:
+    reply = several({"index": 1, "finish_reason": "error"}, {"index": 2, "finish_reason": "stop"}, {"index": 0})
+    first, second, third = parse_replies(reply, 3, "router")
+    assert first == parse_reply(GOOD, "router")
+    assert isinstance(second, GenerationError)
+    assert isinstance(third, Generation)
+    assert third.status is Sample.Status.COMPLETED
+
+
+@pytest.mark.parametrize("indices", [[0], [0, 0], [0, 2], [0, 1, 2]])
+def test_a_reply_with_choices_missing_or_too_many_is_an_engine_error(indices: list[int]) -> None:
+    with pytest.raises(EngineError, match=r"choices, numbered .* where 2 were asked for"):
+        parse_replies(several(*({"index": index} for index in indices)), 2, "router")
 
 
 def test_slimes_parameters_become_vllms() -> None:

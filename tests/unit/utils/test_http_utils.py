@@ -137,6 +137,47 @@ def test_a_plug_in_that_holds_a_slot_itself_is_not_locked_out() -> None:
     assert most <= 2
 
 
+def test_takers_of_several_slots_do_not_lock_each_other_out_and_never_exceed_the_limit() -> None:
+    async def attempt() -> int:
+        limit = RequestLimit(5)
+        held = most = 0
+
+        async def taker() -> None:
+            nonlocal held, most
+            async with limit.several(3):
+                held += 3
+                most = max(most, held)
+                await asyncio.sleep(0)
+                held -= 3
+
+        async def single() -> None:
+            nonlocal held, most
+            async with limit:
+                held += 1
+                most = max(most, held)
+                await asyncio.sleep(0)
+                held -= 1
+
+        await asyncio.gather(*(work() for _ in range(10) for work in (taker, single)))
+        assert not limit.locked()
+        return most
+
+    assert 3 < run(attempt()) <= 5
+
+
+def test_a_taker_of_several_slots_that_is_cancelled_gives_them_back() -> None:
+    async def attempt() -> int:
+        limit = RequestLimit(3)
+        async with limit:
+            waiting = asyncio.create_task(limit.several(3).__aenter__())
+            await asyncio.sleep(0)
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+        return limit._value
+
+    assert run(attempt()) == 3
+
+
 def test_get_reads_json() -> None:
     async def attempt() -> Any:
         async with serving(lambda body, n: {"workers": []}) as server:
