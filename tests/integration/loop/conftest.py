@@ -27,7 +27,7 @@ def session_flags(assets):
             "prompt-data": assets["train"],
             "label-key": "label",
             "apply-chat-template": True,
-            "rm-type": "reasoning_gym",
+            "custom-rm-path": "varied.reward",
             "rollout-batch-size": 4,
             "n-samples-per-prompt": 4,
             "num-rollout": 4,

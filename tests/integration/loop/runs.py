@@ -23,13 +23,15 @@ class Run:
         self.mark = uuid.uuid4().hex
         self.log = log
         self.segments_before = set(os.listdir("/dev/shm"))
+        env = env or {}
+        path = os.pathsep.join(filter(None, [env.get("PYTHONPATH"), str(Path(__file__).parent)]))  # our hooks, and the test's
         with log.open("wb") as out:
             self.process = subprocess.Popen(
                 [sys.executable, str(ROOT / "train.py"), *flags],
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, MARK: self.mark, **(env or {})},
+                env={**os.environ, MARK: self.mark, **env, "PYTHONPATH": path},
                 cwd=ROOT,
             )
 

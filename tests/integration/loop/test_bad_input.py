@@ -67,12 +67,12 @@ def test_a_malformed_prompt_line_is_named(flags, tmp_path):
 def test_a_missing_label_is_named(flags, tmp_path):
     bad = tmp_path / "nolabel.jsonl"
     bad.write_text('{"input": "1 + 1"}\n')
-    refused(flags(prompt_data=bad, rm_type="math", apply_chat_template=False), tmp_path, "label", f"{bad}:1")
+    refused(flags(prompt_data=bad, custom_rm_path=None, rm_type="math", apply_chat_template=False), tmp_path, "label", f"{bad}:1")
 
 
 def test_a_hook_with_a_wrong_signature_is_refused_before_anything_starts(flags, tmp_path):
     (tmp_path / "my_hooks.py").write_text("async def reward(sample):\n    return 1.0\n")
-    run = flags(rm_type=None, custom_rm_path="my_hooks.reward")
+    run = flags(custom_rm_path="my_hooks.reward")
     env = {"PYTHONPATH": str(tmp_path)}
     process = Run(run, tmp_path / "out.txt", env=env)
     assert process.wait(120) != 0
@@ -83,7 +83,7 @@ def test_a_hook_with_a_wrong_signature_is_refused_before_anything_starts(flags, 
 
 def test_a_reward_that_raises_ends_the_run_naming_it(flags, tmp_path):
     (tmp_path / "bad_reward.py").write_text("async def reward(args, sample, **kwargs):\n    raise ValueError('judge is broken')\n")
-    run = Run(flags(rm_type=None, custom_rm_path="bad_reward.reward"), tmp_path / "out.txt", env={"PYTHONPATH": str(tmp_path)})
+    run = Run(flags(custom_rm_path="bad_reward.reward"), tmp_path / "out.txt", env={"PYTHONPATH": str(tmp_path)})
     assert run.wait(200) == 1
     assert "judge is broken" in run.output
     assert "bad_reward.py:2" in run.output

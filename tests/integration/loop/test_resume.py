@@ -19,7 +19,8 @@ def uninterrupted(assets, tmp_path_factory, session_flags):
 def test_trainer_and_engine_agree_in_every_step(uninterrupted):
     steps = [line for line in metrics(uninterrupted) if line["source"] == "step"]
     assert [line["step"] for line in steps] == [0, 1, 2, 3]
-    assert all(line["train/train_rollout_logprob_abs_diff"] <= 1e-4 for line in steps)
+    assert all(0 < line["train/train_rollout_logprob_abs_diff"] <= 1e-4 for line in steps)
+    assert all(line["train/grad_norm"] > 0 for line in steps)  # each step moves the weights
 
 
 def test_the_final_checkpoint_loads_in_transformers(uninterrupted):
@@ -47,4 +48,5 @@ def test_a_killed_run_resumes_bitwise_equal(uninterrupted, session_flags, tmp_pa
     assert second.wait() == 0, second.output[-3000:]
     second.assert_nothing_left()
     assert "steps 3 to 4" in second.output
+    assert len({line["train/grad_norm"] for line in metrics(uninterrupted)}) == 4
     assert metrics(tmp_path / "run") == metrics(uninterrupted)
