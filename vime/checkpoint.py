@@ -66,6 +66,8 @@ def latest_commit(folder: Path) -> Commit | None:
         commit = Commit(path=path, rollout_id=int(record["rollout_id"]), weight_version=int(record["weight_version"]))
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"{pointer} names '{name}', whose commit.json cannot be read ({error}). {cure}") from error
+    if not files:
+        raise CheckpointError(f"commit {path} is torn: it holds no files. {cure}")
     for relative, size in files.items():
         file = path / relative
         found = file.stat().st_size if file.exists() else None
@@ -98,6 +100,10 @@ def write_commit(
         for part, write in writers.items():
             (temporary / part).mkdir(parents=True)
             write(str(temporary / part))
+            if not any(file.is_file() for file in (temporary / part).rglob("*")):
+                raise CheckpointError(
+                    f"commit {final}: the {part} wrote nothing into {temporary / part}. Is {folder} the same folder on every node?"
+                )
         files = {str(f.relative_to(temporary)): f.stat().st_size for f in sorted(temporary.rglob("*")) if f.is_file()}
         record = {"rollout_id": rollout_id, "weight_version": weight_version, "files": files, **(extra or {})}
         _write_synced(temporary / "commit.json", json.dumps(record, indent=1))
@@ -107,11 +113,12 @@ def write_commit(
         _write_synced(folder / (LATEST + ".tmp"), name)
         os.replace(folder / (LATEST + ".tmp"), folder / LATEST)
     except OSError as error:
-        shutil.rmtree(temporary, ignore_errors=True)
         cure = "Free space" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else "Mend that"
         raise ResourceError(
             f"commit {final} could not be written: {error}. Earlier commits are intact. {cure} and run the same command again."
         ) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
     commits = sorted(p for p in folder.glob("iter_*") if (p / "commit.json").exists())
     position = commits.index(final)
     for old in commits[: max(0, position + 1 - keep)] + commits[position + 1 :]:  # later ones belong to a future that was given up

@@ -6,6 +6,7 @@ steps that will run again are dropped, so that a step never stands there twice.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -32,8 +33,8 @@ class MetricsLog:
         self.samples_path = folder / "samples.jsonl"
         for path in (self.path, self.samples_path):
             _drop_steps_from(path, first_step)
-        self._metrics = self.path.open("a", encoding="utf-8")
-        self._samples = self.samples_path.open("a", encoding="utf-8")
+        self._metrics = self.path.open("a", encoding="utf-8", errors="backslashreplace")
+        self._samples = self.samples_path.open("a", encoding="utf-8", errors="backslashreplace")
         self._events: EventFileWriter | None = None
         if tensorboard_dir is not None:
             tensorboard_dir.mkdir(parents=True, exist_ok=True)
@@ -57,15 +58,15 @@ class MetricsLog:
 
     def close(self) -> None:
         """Flush and close every sink."""
-        self._metrics.close()
-        self._samples.close()
-        if self._events is not None:
-            self._events.close()
+        for sink in (self._metrics, self._samples, self._events):
+            if sink is not None:
+                with contextlib.suppress(OSError):  # what could not be written was reported when it was written
+                    sink.close()
 
 
 def _write_line(file: Any, record: dict[str, Any]) -> None:
     try:
-        file.write(json.dumps(record, ensure_ascii=False) + "\n")
+        file.write(json.dumps(record, ensure_ascii=False, default=_plain) + "\n")
         file.flush()
     except OSError as error:
         raise ResourceError(
@@ -73,11 +74,20 @@ def _write_line(file: Any, record: dict[str, Any]) -> None:
         ) from error
 
 
+def _plain(value: Any) -> Any:
+    """What JSON does not know: numbers of numpy and torch as numbers, all else as text."""
+    try:
+        return value.item()
+    except (AttributeError, ValueError, RuntimeError):
+        return str(value)
+
+
 def _drop_steps_from(path: Path, first_step: int) -> None:
-    """Remove lines of steps >= first_step, and a last line that a kill cut short."""
+    """Remove lines of steps >= first_step, and a last line that a kill cut short. A run that begins anew keeps nothing."""
     if not path.exists():
         return
-    kept = [line for line in path.read_text(encoding="utf-8").splitlines() if (step := _step_of(line)) is not None and step < first_step]
+    lines = path.read_text(encoding="utf-8").split("\n") if first_step > 0 else []
+    kept = [line for line in lines if (step := _step_of(line)) is not None and step < first_step]
     temporary = path.with_suffix(".tmp")
     temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
     os.replace(temporary, path)
@@ -93,7 +103,7 @@ def _step_of(line: str) -> int | None:
 def read_metrics(path: Path) -> dict[str, list[tuple[int, float]]]:
     """metrics.jsonl as {name: [(step, value), ...]}, in file order; nulls left out."""
     out: dict[str, list[tuple[int, float]]] = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in filter(None, path.read_text(encoding="utf-8").split("\n")):
         record = json.loads(line)
         step = record.pop("step")
         record.pop("source", None)

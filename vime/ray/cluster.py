@@ -7,8 +7,12 @@ import logging
 import os
 import resource
 import shutil
+import signal
+import subprocess
 import sys
 import tempfile
+import threading
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,11 +22,14 @@ import ray
 
 from vime.config import RunConfig
 from vime.errors import ConfigError, PeerError, ResourceError
+from vime.ray.reaper import processes_with
 
 __all__ = ["Cluster"]
 
 OBJECT_STORE_BYTES = 256 * 1024**2
 TEMP_PREFIX = "vime-ray-"
+MARK = "VIME_RUN"
+SHUTDOWN_PATIENCE = 20.0  # seconds
 
 
 class Cluster:
@@ -31,6 +38,7 @@ class Cluster:
     def __init__(self, config: RunConfig) -> None:
         self._config = config
         self._temp: Path | None = None
+        self._reaper: subprocess.Popen[bytes] | None = None
         self.address = os.environ.get("RAY_ADDRESS")
 
     def __enter__(self) -> Cluster:
@@ -48,32 +56,55 @@ class Cluster:
             return self
         _remove_stale_temp()
         check_cores(self._config)
-        self._temp = Path(tempfile.mkdtemp(prefix=f"{TEMP_PREFIX}{os.getpid()}-"))
+        self._temp = _temp_folder()
+        os.environ[MARK] = self._temp.name  # in the environment of every process of the run
+        command = [sys.executable, "-S", "-I", str(Path(__file__).with_name("reaper.py")), str(os.getpid()), f"{MARK}={self._temp.name}"]
+        self._reaper = subprocess.Popen([*command, str(self._temp)], stdin=subprocess.DEVNULL, start_new_session=True)
         _raise_file_limit()
-        _init(
-            "a local Ray cluster",
-            address="local",
-            num_cpus=len(os.sched_getaffinity(0)),
-            _node_ip_address="127.0.0.1",
-            include_dashboard=False,
-            object_store_memory=OBJECT_STORE_BYTES,
-            _temp_dir=str(self._temp),
-            **options,
-        )
+        try:
+            _init(
+                "a local Ray cluster",
+                address="local",
+                num_cpus=len(os.sched_getaffinity(0)),
+                _node_ip_address="127.0.0.1",
+                include_dashboard=False,
+                object_store_memory=OBJECT_STORE_BYTES,
+                _temp_dir=str(self._temp),
+                **options,
+            )
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         children = psutil.Process().children(recursive=True) if not self.address else []
+        patience = threading.Timer(SHUTDOWN_PATIENCE, _kill, [children])  # ray.shutdown waits for ever for a raylet that is stuck
+        patience.daemon = True
+        patience.start()
         ray.shutdown()
-        if self.address:
+        patience.cancel()
+        if self.address or self._temp is None:
             return
-        _, alive = psutil.wait_procs(children, timeout=10.0)
-        for process in alive:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        psutil.wait_procs(alive, timeout=10.0)
-        if self._temp is not None:
-            shutil.rmtree(self._temp, ignore_errors=True)
+        end = time.monotonic() + SHUTDOWN_PATIENCE
+        while (left := self._left()) and time.monotonic() < end:
+            time.sleep(0.1)  # processes that were told to end are ending; most are no children of ours
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        shutil.rmtree(self._temp, ignore_errors=True)
+
+    def _left(self) -> list[int]:
+        """Processes of the run that still live, but for the reaper, which ends after us."""
+        assert self._temp is not None
+        reaper = self._reaper.pid if self._reaper is not None else None
+        return [pid for pid in processes_with(f"{MARK}={self._temp.name}".encode()) if pid not in (os.getpid(), reaper)]
+
+
+def _kill(processes: list[psutil.Process]) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def check_cores(config: RunConfig) -> None:
@@ -105,6 +136,12 @@ def _raise_file_limit() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < 65536:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(65536, hard), hard))
+
+
+def _temp_folder() -> Path:
+    """A folder for Ray's files, short enough for its socket paths."""
+    base = tempfile.gettempdir()
+    return Path(tempfile.mkdtemp(prefix=f"{TEMP_PREFIX}{os.getpid()}-", dir=base if len(base) < 20 else "/tmp"))
 
 
 def _remove_stale_temp() -> None:
