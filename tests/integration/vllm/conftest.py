@@ -43,12 +43,30 @@ class Trainer:
         for start in range(0, len(named), size):
             yield named[start : start + size]
 
+    def nudge(self, least: float) -> float:
+        """Scale the embedding, and the output layer tied to it, until the probe moves by `least`; returns by how much it did."""
+        before, scale = self.log_probs(PROBE), 1e-6
+        while True:
+            with torch.no_grad():
+                self.model.model.embed_tokens.weight.mul_(1 + scale)
+            moved = max(abs(a - b) for a, b in zip(before, self.log_probs(PROBE), strict=True))
+            if moved >= least:
+                return moved
+
+    def updater(self, config: WeightUpdateConfig | None = None, kind: type[WeightUpdater] = WeightUpdater) -> WeightUpdater:
+        """A sender to the engine."""
+        return kind([self.engine.endpoint], config or WeightUpdateConfig(), run_id="tests")
+
     def send(
-        self, updater_class: type[WeightUpdater] = WeightUpdater, config: WeightUpdateConfig | None = None, bucket_size: int = 7
+        self,
+        updater_class: type[WeightUpdater] = WeightUpdater,
+        config: WeightUpdateConfig | None = None,
+        bucket_size: int = 7,
+        updater: WeightUpdater | None = None,
     ) -> WeightSyncReport:
         """Sync the present weights as the next version."""
         self.version = self._next_version()
-        updater = updater_class([self.engine.endpoint], config or WeightUpdateConfig(), run_id="tests")
+        updater = updater or self.updater(config, updater_class)
         return updater.update(self.version, iter(self.buckets(bucket_size)), PROBE, self.log_probs)
 
 

@@ -130,6 +130,18 @@ def test_a_stale_tied_output_layer_is_found_by_the_proof(trainer: Any, stale_out
     assert trainer.engine.control.is_paused()
 
 
+def test_a_stale_layer_is_found_even_when_the_step_hides_in_the_tolerance(trainer: Any, stale_output_layer: Path) -> None:
+    updater = trainer.updater()
+    trainer.draw(8)
+    trainer.send(updater=updater)
+    assert trainer.nudge(3e-5) < 1e-4  # the tolerance
+    trainer.send(updater=updater)  # a step that arrives passes
+    stale_output_layer.touch()
+    assert trainer.nudge(4e-5) < 1e-4
+    with pytest.raises(WeightSyncError, match="it still computes with the weights of the sync before"):
+        trainer.send(updater=updater)
+
+
 def test_a_tensor_that_the_trainer_never_sends_is_named(trainer: Any) -> None:
     trainer.draw(7)
     whole = trainer.buckets
