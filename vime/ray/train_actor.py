@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import socket
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ if TYPE_CHECKING:  # the driver imports this module to create the actors; torch 
     from torch.distributed import TCPStore
 
     from vime.backends.megatron_utils.actor import MegatronTrainer
+    from vime.backends.megatron_utils.update_weight.sync import WeightUpdater
 
 __all__ = ["MegatronTrainRayActor"]
 
@@ -31,6 +31,7 @@ class MegatronTrainRayActor(WatchedActor):
         self._config, self._rank, self._world_size = config, rank, world_size
         self._trainer: MegatronTrainer | None = None
         self._store: TCPStore | None = None
+        self._updater: WeightUpdater | None = None
 
     def rendezvous(self) -> tuple[str, int]:
         """(address, port) where the ranks meet; asked of rank 0, which serves there from now on, so that nobody can take the port."""
@@ -80,9 +81,9 @@ class MegatronTrainRayActor(WatchedActor):
             for _ in buckets:
                 pass
             return None
-        updater = WeightUpdater(engines, self._config.weight_update, run_id=run_id)
-        report = updater.update(version, buckets, probe, lambda _tokens: expected)
-        return dataclasses.replace(report)
+        if self._updater is None:  # kept: it remembers the sync before, which its proof compares with
+            self._updater = WeightUpdater(engines, self._config.weight_update, run_id=run_id)
+        return self._updater.update(version, buckets, probe, lambda _tokens: expected)
 
     def shutdown(self) -> None:
         """Leave the process group; the actor can be ended after this."""
