@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -80,6 +81,8 @@ def _scalar(spec: FlagSpec, text: str) -> Any:
     except ValueError:
         kind = {int: "a whole number", float: "a number"}[spec.type]
         raise ValueError(f"{spec.flag} takes {kind}, got '{text}'.") from None
+    if spec.type is float and not math.isfinite(value):
+        raise ValueError(f"{spec.flag} takes a finite number, got '{text}'.")
     for bad, sign, bound in (
         (spec.ge is not None and not value >= spec.ge, ">=", spec.ge),
         (spec.gt is not None and not value > spec.gt, ">", spec.gt),

@@ -6,10 +6,12 @@ Each yields a sentence per problem, naming the flags and the cure.
 from __future__ import annotations
 
 import os
+import string
 from collections.abc import Iterator
 
+from vime.config.effects import unused_flags
 from vime.config.run import RunConfig
-from vime.config.sections import ROLLOUT_FUNCTION
+from vime.config.sections import ROLLOUT_FUNCTION, SFT_FUNCTION
 from vime.errors import ConfigError
 
 __all__ = ["check_rules"]
@@ -67,7 +69,8 @@ def _batches(config: RunConfig) -> Iterator[str]:
 
 def _algorithm(config: RunConfig) -> Iterator[str]:
     alg, policy = config.algorithm, config.algorithm.loss_type == "policy_loss"
-    if policy and config.data.n_samples_per_prompt == 1 and alg.rewards_normalization and not config.debug.debug_rollout_only:
+    centred = policy and alg.rewards_normalization and config.reward.custom_reward_post_process_path is None
+    if centred and config.data.n_samples_per_prompt == 1 and not config.debug.debug_rollout_only:
         yield "--n-samples-per-prompt 1 gives every sample an advantage of 0: the group's mean is the sample itself. Use 2 or more."
     if not alg.rewards_normalization and not alg.grpo_std_normalization:
         yield "--disable-grpo-std-normalization has no effect with --disable-rewards-normalization: leave it out."
@@ -82,9 +85,6 @@ def _algorithm(config: RunConfig) -> Iterator[str]:
     if alg.loss_type == "sft_loss":
         if alg.compute_advantages_and_returns:
             yield "--loss-type sft_loss uses no advantages: add --disable-compute-advantages-and-returns."
-        for name in ("eps_clip_high", "eps_clip_c"):
-            if getattr(alg, name) is not None:
-                yield f"--{name.replace('_', '-')} has no effect with --loss-type sft_loss: leave it out."
     elif policy and not alg.compute_advantages_and_returns:
         yield "--disable-compute-advantages-and-returns goes with sft_loss or custom_loss: policy_loss needs advantages."
 
@@ -97,7 +97,7 @@ def _rollout(config: RunConfig) -> Iterator[str]:
     if debug.debug_train_only and ours:
         yield (
             "--debug-train-only starts no engines, but --rollout-function-path is the default that needs them: "
-            "give vime.rollout.sft_rollout.generate_rollout, or your own."
+            f"give {SFT_FUNCTION}, or your own."
         )
     if debug.debug_train_only and (config.vllm_tokens or config.router_tokens):
         yield "--vllm-... and --router-... have no effect with --debug-train-only: there are no engines."
@@ -133,6 +133,8 @@ def _files(config: RunConfig) -> Iterator[str]:
     save = config.checkpoint
     if save.save is None and (save.save_interval is not None or save.save_hf is not None):
         yield "--save-interval and --save-hf need --save, the run's folder."
+    if save.save_hf is not None and (problem := _template_problem(save.save_hf)):
+        yield f"--save-hf '{save.save_hf}': {problem}"
     for flag, path in (("--hf-checkpoint", config.model.hf_checkpoint), ("--ref-load", config.model.ref_load), ("--load", save.load)):
         if path is not None and not os.path.isdir(path):
             yield f"{flag} '{path}' is not a folder. Give a local folder (nothing is downloaded)."
@@ -149,4 +151,16 @@ def _files(config: RunConfig) -> Iterator[str]:
             yield f"prompt file '{name}' is empty. It needs one JSON object per line."
 
 
-_RULES = (_placement, _batches, _algorithm, _rollout, _evaluation, _files)
+def _template_problem(template: str) -> str | None:
+    """What keeps `template` from being filled in with a rollout_id."""
+    try:
+        names = {name for _, name, _, _ in string.Formatter().parse(template) if name is not None}
+        if names <= {"rollout_id"}:
+            template.format(rollout_id=0)
+            return None
+    except (ValueError, KeyError, IndexError) as error:
+        return f"its braces cannot be read ({error}). Only {{rollout_id}} can be filled in; a brace of the name itself is doubled."
+    return "only {rollout_id} can be filled in."
+
+
+_RULES = (_placement, _batches, _algorithm, _rollout, _evaluation, _files, unused_flags)

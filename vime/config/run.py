@@ -31,6 +31,7 @@ class RunConfig:
     megatron_tokens: tuple[str, ...] = ()  # e.g. ("--tensor-model-parallel-size", "2")
     vllm_tokens: tuple[str, ...] = ()  # prefix stripped, e.g. ("--max-num-seqs", "64")
     router_tokens: tuple[str, ...] = ()  # prefix stripped, e.g. ("--policy", "round_robin")
+    given: frozenset[str] = frozenset()  # names of the fields that the command line set, be it to their default
     megatron: dict[str, Any] = field(default_factory=dict)  # what Megatron's parser made of its tokens (plain values)
 
     @property

@@ -27,6 +27,7 @@ __all__ = [
 ]
 
 ROLLOUT_FUNCTION = "vime.rollout.vllm_rollout.generate_rollout"
+SFT_FUNCTION = "vime.rollout.sft_rollout.generate_rollout"
 DATA_SOURCE = "vime.rollout.data_source.RolloutDataSourceWithBuffer"
 
 
@@ -93,7 +94,7 @@ class RolloutConfig:
     rollout_top_p: float = opt(1.0, "Nucleus sampling: probability mass kept.", gt=0, le=1)
     rollout_top_k: int = opt(-1, "Sample among the k likeliest tokens; -1 = all.", ge=-1)
     rollout_max_context_len: int | None = opt(
-        None, "Longest prompt plus response, in tokens; also the engine's max_model_len.", type=int, ge=2
+        None, "Longest prompt plus response, in tokens; also the engine's max_model_len.", type=int, ge=8
     )
     rollout_max_prompt_len: int | None = opt(
         None, "Prompts longer than this are dropped and counted; default: context - 1.", type=int, ge=1
@@ -186,7 +187,6 @@ class TrainingConfig:
 class WeightUpdateConfig:
     """How the trainer's weights reach the engines, and the proof that they did."""
 
-    update_weight_transport: str = opt("auto", "auto: shm on CPU.", choices=("auto", "shm"))
     update_weight_buffer_size: int = opt(512 * 1024**2, "Bytes of one flat bucket.", ge=1024)
     weight_proof_tolerance: float | None = opt(
         None, "Largest |log-prob of trainer - engine| on the probe prompt; default 1e-4 in float32, 0.1 in bfloat16.", type=float, gt=0

@@ -19,6 +19,7 @@ from typing import Any
 
 from vime.config import RunConfig
 from vime.config.parse import flag_table, nearest, parse_own
+from vime.config.paths import with_absolute_paths
 from vime.config.rules import check_rules
 from vime.config.split import OwnedTokens, split_tokens
 from vime.errors import ConfigError
@@ -29,8 +30,12 @@ OWNER_DEADLINE = 180.0  # seconds an owner's parser may take, its imports includ
 
 
 def parse_args(argv: Sequence[str] | None = None) -> RunConfig:
-    """Parse and validate the command line (default: sys.argv[1:]). Raises ConfigError with every problem found."""
-    tokens = split_tokens(sys.argv[1:] if argv is None else argv, flag_table().keys())
+    """Parse and validate the command line (default: sys.argv[1:]). Paths come out absolute.
+
+    Raises ConfigError with every problem found.
+    """
+    table = flag_table()
+    tokens = split_tokens(sys.argv[1:] if argv is None else argv, table.keys())
     problems: list[str] = []
     sections: dict[str, Any] = {}
     try:
@@ -46,10 +51,11 @@ def parse_args(argv: Sequence[str] | None = None) -> RunConfig:
         megatron_tokens=tuple(tokens.megatron),
         vllm_tokens=tuple(tokens.vllm),
         router_tokens=tuple(tokens.router),
+        given=frozenset(table[flag][1].name for flag, _ in tokens.own),
         megatron=megatron,
     )
     check_rules(config)
-    return config
+    return with_absolute_paths(config)
 
 
 def _model_options(sections: dict[str, Any]) -> list[str]:
@@ -119,6 +125,6 @@ def print_config(config: RunConfig) -> str:
     out: dict[str, Any] = {}
     for f in dataclasses.fields(config):
         value = getattr(config, f.name)
-        if f.name != "megatron":
+        if f.name not in ("megatron", "given"):
             out[f.name] = dataclasses.asdict(value) if dataclasses.is_dataclass(value) else list(value)  # type: ignore[arg-type]
     return json.dumps(out, indent=2)

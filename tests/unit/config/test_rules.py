@@ -4,33 +4,14 @@ import dataclasses
 
 import pytest
 
-from vime.config import RunConfig
+from tests.unit.config.configs import change, valid_config
 from vime.config.rules import check_rules
 from vime.errors import ConfigError
 
 
 @pytest.fixture
 def valid(tmp_path):
-    (tmp_path / "p.jsonl").write_text('{"input": "1"}\n')
-    config = RunConfig()
-    return change(
-        config,
-        hf_checkpoint=str(tmp_path),
-        prompt_data=str(tmp_path / "p.jsonl"),
-        num_rollout=2,
-        rollout_batch_size=4,
-        n_samples_per_prompt=2,
-        rm_type="math",
-    )
-
-
-def change(config, **values):
-    """`config` with fields of its sections replaced."""
-    sections = {}
-    for name, value in values.items():
-        section = next(f.name for f in dataclasses.fields(config) if hasattr(getattr(config, f.name), name))
-        sections.setdefault(section, {})[name] = value
-    return dataclasses.replace(config, **{s: dataclasses.replace(getattr(config, s), **v) for s, v in sections.items()})
+    return valid_config(tmp_path)
 
 
 def test_a_plain_run_is_valid(valid):
@@ -61,6 +42,11 @@ def test_a_plain_run_is_valid(valid):
         ({"eval_prompt_data": ["name"]}, "takes pairs"),
         ({"save_interval": 1}, "need --save"),
         ({"vllm_router_ip": "127.0.0.1"}, "go together"),
+        ({"save_hf": "x/{step}"}, "--save-hf 'x/{step}': only {rollout_id} can be filled in"),
+        ({"save_hf": "x/{}"}, "only {rollout_id} can be filled in"),
+        ({"save_hf": "x/{rollout_id.real}"}, "only {rollout_id} can be filled in"),
+        ({"save_hf": "x/{rollout_id"}, "its braces cannot be read"),
+        ({"save_hf": "x/{rollout_id:y}"}, "its braces cannot be read"),
         ({"hf_checkpoint": "/nowhere"}, "is not a folder"),
         ({"prompt_data": "/nowhere.jsonl"}, "does not exist"),
         ({"device": "cuda"}, "not available yet"),
@@ -84,3 +70,12 @@ def test_trainers_must_divide_by_the_model_parallel_size(valid):
     config = dataclasses.replace(change(valid, actor_num_gpus_per_node=3), megatron={"tensor_model_parallel_size": 2})
     with pytest.raises(ConfigError, match="cannot be divided"):
         check_rules(config)
+
+
+@pytest.mark.parametrize("template", ["hf", "hf/{rollout_id}", "hf/{rollout_id:06d}", "hf/{{x}}"])
+def test_a_folder_name_may_hold_the_rollout_id(valid, template):
+    check_rules(change(valid, save="run", save_hf=template))
+
+
+def test_one_sample_a_prompt_is_enough_for_a_reward_processing_of_ones_own(valid):
+    check_rules(change(valid, n_samples_per_prompt=1, custom_reward_post_process_path="a.b"))

@@ -17,11 +17,11 @@ SHAPE = frozenset(
 PARALLEL = frozenset(
     "tensor_model_parallel_size sequence_parallel pipeline_model_parallel_size context_parallel_size expert_model_parallel_size "
     "expert_tensor_parallel_size use_distributed_optimizer overlap_grad_reduce overlap_param_gather ddp_bucket_size ddp_num_buckets "
-    "accumulate_allreduce_grads_in_fp32 grad_reduce_in_bf16 distributed_timeout_minutes use_cpu_initialization".split()
+    "accumulate_allreduce_grads_in_fp32 grad_reduce_in_bf16 use_cpu_initialization".split()
 )
 OPTIMIZER = frozenset(
     "optimizer weight_decay start_weight_decay end_weight_decay weight_decay_incr_style apply_wd_to_qk_layernorm adam_beta1 adam_beta2 "
-    "adam_eps sgd_momentum clip_grad lr min_lr decoupled_lr decoupled_min_lr lr_decay_style lr_decay_iters lr_warmup_iters "
+    "adam_eps clip_grad lr min_lr decoupled_lr decoupled_min_lr lr_decay_style lr_decay_iters lr_warmup_iters "
     "lr_warmup_fraction lr_warmup_init lr_wsd_decay_style lr_wsd_decay_iters train_iters override_opt_param_scheduler "
     "use_checkpoint_opt_param_scheduler check_for_nan_in_loss_and_grad".split()
 )
@@ -57,6 +57,8 @@ NOT_YET_PREFIXES: tuple[str, ...] = tuple(  # kinds of model or of training that
 CURES: dict[str, str] = {
     "apply_query_key_layer_scaling": "It guards a float16 softmax; here the softmax is computed in float32.",
     "bf16": "On the CPU everything is float32 (bfloat16 is emulated there, and many times slower).",
+    "distributed_timeout_minutes": "Say --actor-deadline, in seconds: it bounds collectives, too.",
+    "sgd_momentum": "The optimizer is Adam: say --adam-beta1.",
     "fp16": "float16 is not offered: on the CPU everything is float32.",
     "micro_batch_size": "--micro-batch-size is ours: give it once.",
     "global_batch_size": "--global-batch-size is ours: give it once.",

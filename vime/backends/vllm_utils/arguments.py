@@ -38,7 +38,7 @@ OWNED_VLLM = {
     "-tp": "--rollout-num-gpus-per-engine",
     "--max-model-len": "--rollout-max-context-len",
     "--seed": "--rollout-seed",
-    "--weight-transfer-config": "--update-weight-transport",
+    "--weight-transfer-config": None,
     "--worker-extension-cls": None,
     "--enable-scale-out": None,
     "--tokens-only": None,

@@ -1,0 +1,89 @@
+"""Flags without effect are refused, with the setting that would use them."""
+
+import dataclasses
+
+import pytest
+
+from tests.unit.config.configs import change, valid_config
+from vime.config.effects import unused_flags
+from vime.config.rules import check_rules
+from vime.config.sections import SFT_FUNCTION
+
+SFT = {
+    "debug_train_only": True,
+    "rollout_function_path": SFT_FUNCTION,
+    "loss_type": "sft_loss",
+    "compute_advantages_and_returns": False,
+    "rm_type": None,
+}
+
+
+@pytest.fixture
+def valid(tmp_path):
+    return valid_config(tmp_path)
+
+
+@pytest.mark.parametrize("base", [{}, SFT, {"debug_rollout_only": True}], ids=["grpo", "sft", "rollout_only"])
+def test_a_run_without_needless_flags_is_valid(valid, base):
+    check_rules(change(valid, **base))
+
+
+@pytest.mark.parametrize(
+    ("base", "values", "flag", "cure"),
+    [
+        ({}, {"tb_project_name": "x"}, "--tb-project-name", "--use-tensorboard"),
+        ({}, {"keep_checkpoints": 3}, "--keep-checkpoints", "--save"),
+        ({}, {"eval_temperature": 0.0}, "--eval-temperature", "--eval-prompt-data"),
+        ({}, {"eval_reward_key": "x"}, "--eval-reward-key", "--eval-prompt-data"),
+        ({}, {"n_samples_per_eval_prompt": 2}, "--n-samples-per-eval-prompt", "--eval-prompt-data"),
+        ({}, {"skip_eval_before_train": True}, "--skip-eval-before-train", "--eval-prompt-data"),
+        ({}, {"kl_loss_type": "k3"}, "--kl-loss-type", "--use-kl-loss"),
+        ({}, {"loss_mask_type": "qwen3"}, "--loss-mask-type", SFT_FUNCTION),
+        (SFT, {"entropy_coef": 0.1}, "--entropy-coef", "--loss-type sft_loss"),
+        (SFT, {"eps_clip": 0.1}, "--eps-clip", "--loss-type sft_loss"),
+        (SFT, {"eps_clip_high": 0.1}, "--eps-clip-high", "--loss-type sft_loss"),
+        (SFT, {"normalize_advantages": True}, "--normalize-advantages", "--loss-type sft_loss"),
+        (SFT, {"use_rollout_logprobs": True}, "--use-rollout-logprobs", "--loss-type sft_loss"),
+        (SFT, {"use_kl_loss": True}, "--use-kl-loss", "--loss-type sft_loss"),
+        (SFT, {"rollout_num_gpus": 1}, "--rollout-num-gpus", "--debug-train-only"),
+        (SFT, {"vllm_enable_deterministic_inference": True}, "--vllm-enable-deterministic-inference", "--debug-train-only"),
+        (SFT, {"vllm_server_concurrency": 4}, "--vllm-server-concurrency", "--debug-train-only"),
+        (SFT, {"weight_proof_tolerance": 0.1}, "--weight-proof-tolerance", "--debug-train-only"),
+        (SFT, {"update_weight_deadline": 9.0}, "--update-weight-deadline", "--debug-train-only"),
+        (SFT, {"rm_type": "math"}, "--rm-type", "--debug-train-only"),
+        (SFT, {"custom_rm_path": "a.b"}, "--custom-rm-path", "--debug-train-only"),
+        (SFT, {"rollout_top_p": 0.5}, "--rollout-top-p", "--debug-train-only"),
+        ({"debug_rollout_only": True}, {"lr": 0.5}, "--lr", "--debug-rollout-only"),
+        ({"debug_rollout_only": True}, {"clip_grad": 0.5}, "--clip-grad", "--debug-rollout-only"),
+        ({"debug_rollout_only": True}, {"train_threads": 1}, "--train-threads", "--debug-rollout-only"),
+        ({"debug_rollout_only": True}, {"eps_clip": 0.1}, "--eps-clip", "--debug-rollout-only"),
+        ({"debug_rollout_only": True}, {"save": "run", "save_hf": "hf"}, "--save-hf", "--debug-rollout-only"),
+    ],
+)
+def test_a_flag_without_effect_is_named_with_the_setting_that_decides(valid, base, values, flag, cure):
+    assert list(unused_flags(change(valid, **base))) == []
+    (problem,) = unused_flags(change(valid, **(base | values)))
+    assert problem.startswith(f"{flag} has no effect ")
+    assert cure in problem
+
+
+def test_a_typed_default_counts(valid):
+    (problem,) = unused_flags(dataclasses.replace(valid, given=frozenset({"keep_checkpoints"})))
+    assert problem.startswith("--keep-checkpoints has no effect without --save")
+
+
+def test_a_rollout_function_of_ones_own_may_read_rewards_and_sampling(valid):
+    own = {"debug_train_only": True, "rollout_function_path": "a.b", "rollout_top_p": 0.5, "loss_mask_type": "qwen3"}
+    check_rules(change(valid, **own))
+
+
+def test_flags_of_one_setting_share_a_sentence(valid):
+    (problem,) = unused_flags(change(valid, eval_top_k=1, eval_top_p=0.5))
+    assert problem.startswith("--eval-top-p, --eval-top-k have no effect without --eval-prompt-data")
+
+
+def test_megatrons_flags_have_no_effect_without_a_trainer(valid):
+    config = dataclasses.replace(change(valid, debug_rollout_only=True), megatron_tokens=("--weight-decay", "0.1"))
+    (problem,) = unused_flags(config)
+    assert "--weight-decay" in problem
+    assert "--debug-rollout-only" in problem
