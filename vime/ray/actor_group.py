@@ -17,6 +17,7 @@ from vime.types import WeightSyncReport
 __all__ = ["RayTrainGroup"]
 
 SHUTDOWN_DEADLINE = 20.0
+SYNC_GRACE = 30.0  # seconds in which the updater's own deadline error, which names the engine, is to arrive
 
 
 class RayTrainGroup:
@@ -39,10 +40,13 @@ class RayTrainGroup:
         self._dp_ranks: list[int] = []
         self.num_parameters = 0
 
-    def start(self, load: Path | None) -> None:
-        """Begin building the model on every rank."""
+    def start(self, load: Path | None, resume: bool = True) -> None:
+        """Begin building the model on every rank; `load` is a commit's trainer folder.
+
+        With `resume` False only weights and optimizer moments are taken from it: schedule, random states and steps begin anew.
+        """
         address, port = self._get([self._actors[0].rendezvous.remote()], "rendezvous", 120.0, names=self.names[:1])[0]
-        self._init_refs = [actor.init.remote(address, port, str(load) if load else None) for actor in self._actors]
+        self._init_refs = [actor.init.remote(address, port, str(load) if load else None, resume) for actor in self._actors]
 
     def ready(self) -> None:
         """Wait until every rank has its model."""
@@ -61,7 +65,7 @@ class RayTrainGroup:
     def update_weights(self, version: int, engines: list[Any], probe: list[int], run_id: str) -> WeightSyncReport:
         """Send the weights to the engines as `version`; returns rank 0's report, proof included."""
         refs = [actor.update_weights.remote(version, engines, probe, run_id) for actor in self._actors]
-        return self._get(refs, "weight sync", self._config.weight_update.update_weight_deadline)[0]
+        return self._get(refs, "weight sync", self._config.weight_update.update_weight_deadline + SYNC_GRACE)[0]
 
     def save(self, path: str) -> None:
         """Write the trainer's part of a commit."""
