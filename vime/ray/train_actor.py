@@ -45,8 +45,11 @@ class MegatronTrainRayActor(WatchedActor):
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # rank 0 joins as a client, too
         return LOOPBACK, port
 
-    def init(self, master_addr: str, master_port: int, load: str | None) -> dict[str, Any]:
-        """Build the model and optimizer; load `load` (a commit's trainer folder) when given."""
+    def init(self, master_addr: str, master_port: int, load: str | None, resume: bool = True) -> dict[str, Any]:
+        """Build the model and optimizer; load `load` (a commit's trainer folder) when given.
+
+        With `resume` False the commit is another run's: only its weights and optimizer moments are taken.
+        """
         os.environ.update(RANK=str(self._rank), WORLD_SIZE=str(self._world_size), LOCAL_RANK=str(self._rank))
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         from vime.backends.megatron_utils.actor import MegatronTrainer
@@ -55,7 +58,7 @@ class MegatronTrainRayActor(WatchedActor):
             self._config, rank=self._rank, world_size=self._world_size, master_addr=master_addr, master_port=master_port
         )
         if load is not None:
-            self._trainer.load(load)
+            self._trainer.load(load, resume=resume)
         return {"data_parallel_rank": self._trainer.data_parallel_rank, "num_parameters": self._trainer.num_parameters}
 
     def train(self, batch: TrainBatch) -> dict[str, float]:

@@ -6,11 +6,12 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 WORKER = Path(__file__).with_name("worker.py")
 Results = Callable[..., dict[str, Any]]
 DEADLINE_S = 280
+FULL = "full"  # the small disk
 RECOMPUTE = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
 OWN_LOSS = {"loss_type": "custom_loss", "custom_loss_function_path": "own_losses.policy_gradient"}
 
@@ -59,12 +61,19 @@ def cases_of(models: dict[str, str], folder: Path) -> dict[int, list[dict[str, A
         two.append({"name": f"{family}_tp2", "model": path, "tokens": tp2, **grads})
         two.append({"name": f"{family}_sp2", "model": path, "tokens": sp2, **grads})
     path = models["qwen3"]
+    more = {"model": path, "first": 2, "load": str(folder / "save_1")}
     one += [
         {"name": "again", "model": path, "gradients": True},
         {"name": "four_micro", "model": path, "micro": 4, "gradients": True},
         {"name": "four_steps", "model": path, "count": 4},
         {"name": "two_steps", "model": path, "count": 2, "save": str(folder / "save_1"), "save_hf": str(folder / "hf_1")},
         {"name": "two_more", "model": path, "first": 2, "count": 2, "load": str(folder / "save_1")},
+        {"name": "one_more", **more},
+        {"name": "anew", **more, "resume": False, "lr": 8e-4},
+        {"name": "longer", **more, "num_rollout": 20},
+        {"name": "higher", **more, "lr": 2e-3},
+        {"name": "saved_schedule", **more, "lr": 2e-3, "tokens": ["--use-checkpoint-opt-param-scheduler"]},
+        {"name": "evaluates", **more, "count": 0, "num_rollout": 0, "tokens": ["--lr-warmup-iters", "5"]},
         {"name": "several_steps", "model": path, "steps": 3},
         {"name": "kl", "model": path, "ref": path, "algorithm": kl, "count": 2},
         {"name": "nan", "model": path, "nan_at": 5},
@@ -84,7 +93,22 @@ def cases_of(models: dict[str, str], folder: Path) -> dict[int, list[dict[str, A
         {"name": "dp2_nan", "model": path, "nan_at": 5},
         {"name": "dp2_death", "model": path, "dies": 1},  # the last: its rank 1 is gone
     ]
+    if (folder / FULL).is_mount():
+        one.append({"name": "disk_full", "model": path, "save": str(folder / FULL / "state")})
     return {1: one, 2: two}
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path) -> Iterator[None]:
+    """A disk of 100 kB at `folder`, smaller than a trainer's state, where this user may mount one."""
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=100k", "tmpfs", str(folder)]
+    mounted = shutil.which("mount") is not None and subprocess.run(command, capture_output=True, check=False).returncode == 0
+    try:
+        yield
+    finally:
+        if mounted:
+            subprocess.run(["umount", str(folder)], check=True)
 
 
 def free_ports(count: int) -> list[str]:
@@ -133,7 +157,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def run_folder(tmp_path_factory: pytest.TempPathFactory, models: dict[str, str]) -> Path:
     """Where all cases left their results."""
     folder = tmp_path_factory.mktemp("layouts")
-    run_all(folder, cases_of(models, folder))
+    with small_disk(folder / FULL):
+        run_all(folder, cases_of(models, folder))
     return folder
 
 

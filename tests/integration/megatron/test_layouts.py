@@ -89,6 +89,38 @@ def test_a_saved_state_resumes_at_another_layout(results: Results, case: str) ->
     assert resumed["step"] == 4
 
 
+def test_another_runs_state_gives_weights_and_moments_and_begins_anew(results: Results) -> None:
+    """At the rate that the resumed run has by then, its step from loaded weights, moments and Adam's count is the same."""
+    anew, resumed = results("anew"), results("one_more")
+    assert anew["metrics"][0]["train/lr-pg_0"] == 8e-4
+    assert anew["metrics"][0]["train/step"] == 1
+    assert anew["step"] == 1
+    assert resumed["metrics"][0]["train/step"] == 3
+    assert anew["probe"] == resumed["probe"]
+    assert worst(anew["weights"], resumed["weights"]) <= 1e-6
+
+
+@pytest.mark.parametrize(("case", "rate"), [("one_more", 8e-4), ("longer", 9e-4), ("higher", 1.6e-3), ("saved_schedule", 8e-4)])
+def test_a_resumed_schedule_keeps_its_position_and_follows_the_command_line(results: Results, case: str, rate: float) -> None:
+    (metrics,) = results(case)["metrics"]
+    assert metrics["train/lr-pg_0"] == pytest.approx(rate, rel=1e-9)
+    assert metrics["train/step"] == 3
+
+
+def test_a_state_loads_for_evaluation_alone(results: Results) -> None:
+    result = results("evaluates")
+    assert result["step"] == 2
+    assert result["probe"] == results("one_more")["probe"]
+
+
+def test_a_full_disk_is_an_error_that_says_so(results: Results, run_folder: Path) -> None:
+    if not (run_folder / "disk_full.0.pt").exists():
+        pytest.skip("no right to mount a small disk here; tests/unit/backends/megatron_utils/test_checkpoint.py has the decision")
+    error = results("disk_full")["error"]
+    assert error.startswith(f"ResourceError: no space left on {run_folder / 'full' / 'state'} for the trainer's state")
+    assert "earlier commits are intact" in error
+
+
 def test_saving_leaves_no_process_behind(results: Results) -> None:
     assert results("two_steps")["children"] == []
 

@@ -89,8 +89,8 @@ def gradients(trainer: MegatronTrainer) -> dict[str, torch.Tensor]:
 def config_of(case: dict[str, Any]) -> RunConfig:
     base = RunConfig(
         model=s.ModelConfig(hf_checkpoint=case["model"], ref_load=case.get("ref")),
-        training=s.TrainingConfig(lr=1e-3, clip_grad=case.get("clip", 1e9), train_threads=1),
-        data=s.DataConfig(num_rollout=10, rollout_batch_size=12),
+        training=s.TrainingConfig(lr=case.get("lr", 1e-3), clip_grad=case.get("clip", 1e9), train_threads=1),
+        data=s.DataConfig(num_rollout=case.get("num_rollout", 10), rollout_batch_size=12),
         cluster=s.ClusterConfig(actor_num_gpus_per_node=2, actor_deadline=120.0),
         megatron_tokens=tuple(case.get("tokens", ())),
     )
@@ -103,7 +103,7 @@ def run_case(case: dict[str, Any], *, world: int, rank: int, port: int) -> dict[
     try:
         size = parallel_state.get_data_parallel_world_size()
         if case.get("load"):
-            trainer.load(case["load"])
+            trainer.load(case["load"], resume=case.get("resume", True))
         if case.get("dies") == rank:
             os._exit(0)
         out["probe"] = trainer.log_probs(list(range(3, 25)))

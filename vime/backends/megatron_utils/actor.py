@@ -185,10 +185,13 @@ class MegatronTrainer:
             self._settle_parameters()
             save_state(path, self._model, self._optimizer, self._schedule, step=self._step)
 
-    def load(self, path: str) -> None:
-        """Load what `save` wrote, at this or another parallel layout."""
+    def load(self, path: str, *, resume: bool = True) -> None:
+        """Load what `save` wrote, at this or another parallel layout, to go on with that run.
+
+        With `resume` False take weights and optimizer moments only: schedule, random states and step count begin anew.
+        """
         with self._watched(f"load {path}"):
-            self._step, exact = load_state(path, self._model, self._optimizer, self._schedule)
+            self._step, exact = load_state(path, self._model, self._optimizer, self._schedule, resume=resume)
         if not exact:
             log.warning("%s was saved at another layout: weights and optimizer are restored, random states start from the seed", path)
 

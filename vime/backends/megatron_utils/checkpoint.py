@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import logging
 import queue
 import random
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +18,16 @@ from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch.distributed.checkpoint import CheckpointException
 
-from vime.errors import CheckpointError, ConfigError
+from vime.errors import CheckpointError, ConfigError, ResourceError
 
 __all__ = ["load_state", "save_state"]
 
+log = logging.getLogger(__name__)
+FULL = (errno.ENOSPC, errno.EDQUOT)
+OPTIMIZER_BYTES = 12  # a parameter's main copy and two moments, in float32
+SCHEDULED = ("max_lr", "min_lr", "start_wd", "end_wd")  # what the schedule reads from a parameter group
 COMPLETE = "metadata.json"  # dist_checkpointing writes it last
 
 
@@ -64,7 +73,24 @@ def _set_generators(states: dict[str, Any]) -> None:
 
 
 def save_state(path: str, model: torch.nn.Module, optimizer: MegatronOptimizer, schedule: OptimizerParamScheduler, *, step: int) -> None:
-    """Write the whole training state into the folder `path`. Collective. The folder is complete once `metadata.json` is there."""
+    """Write the whole training state into the folder `path`. Collective. The folder is complete once `metadata.json` is there.
+
+    Raises ResourceError when there is no space left for it, CheckpointError when it cannot be written for another reason.
+    """
+    try:
+        _write(path, model, optimizer, schedule, step=step)
+    except (CheckpointException, RuntimeError, OSError) as error:
+        if _disk_full(error, path, _state_bytes(model)):
+            raise ResourceError(
+                f"no space left on {path} for the trainer's state ({_cause(error)}): free space and run the same command again; "
+                "earlier commits are intact."
+            ) from error
+        if isinstance(error, CheckpointException):  # a BaseException, which few expect
+            raise CheckpointError(f"the trainer's state could not be written into {path}: {_cause(error)}") from error
+        raise
+
+
+def _write(path: str, model: torch.nn.Module, optimizer: MegatronOptimizer, schedule: OptimizerParamScheduler, *, step: int) -> None:
     if dist.get_rank() == 0:
         Path(path).mkdir(parents=True, exist_ok=True)
     dist.barrier()
@@ -79,31 +105,111 @@ def save_state(path: str, model: torch.nn.Module, optimizer: MegatronOptimizer, 
     dist.barrier()
 
 
-def load_state(path: str, model: torch.nn.Module, optimizer: MegatronOptimizer, schedule: OptimizerParamScheduler) -> tuple[int, bool]:
-    """Load what `save_state` wrote. Collective. Returns (step, whether the random states were restored too).
+def _state_bytes(model: torch.nn.Module) -> int:
+    """About the size of the state of all ranks on disk."""
+    size = sum(p.numel() * (p.element_size() + OPTIMIZER_BYTES) for p in model.parameters())
+    return size * parallel_state.get_tensor_model_parallel_world_size()
 
-    Random states are bound to a layout: at another one they stay as the seed made them. Raises CheckpointError for a folder
-    that is missing or torn, ConfigError when the schedule's flags differ from the saved ones and no flag says which to take.
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """The error, what it came from, and what the ranks of a CheckpointException reported."""
+    following: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while following:
+        here = following.pop(0)
+        if here is None or id(here) in seen:
+            continue
+        seen.add(id(here))
+        yield here
+        following += [here.__cause__, here.__context__]
+        if isinstance(here, CheckpointException):
+            following += [failure[0] for failure in here.failures.values()]
+
+
+def _cause(error: BaseException) -> str:
+    return str(list(_chain(error))[-1]).strip().replace("\n", " ")[:300]
+
+
+def _disk_full(error: BaseException, path: str, needed: int) -> bool:
+    """Whether a save of `needed` bytes failed for want of space. Megatron and torch often keep only the type of the first error, so
+    a disk with less than that free tells, too."""
+    if any((isinstance(e, OSError) and e.errno in FULL) or "No space left on device" in str(e) for e in _chain(error)):
+        return True
+    there = next(folder for folder in (Path(path), *Path(path).absolute().parents) if folder.exists())
+    return shutil.disk_usage(there).free < needed
+
+
+def load_state(
+    path: str, model: torch.nn.Module, optimizer: MegatronOptimizer, schedule: OptimizerParamScheduler, *, resume: bool = True
+) -> tuple[int, bool]:
+    """Load what `save_state` wrote. Collective. Returns (optimizer steps done, whether the random states are those asked for).
+
+    With `resume` the run goes on: step count, random states and the schedule's position are the saved ones. Peak rate, style,
+    warm-up and length of the schedule are this command line's (a longer --num-rollout stretches the decay), unless
+    --use-checkpoint-opt-param-scheduler asks for the saved ones. Random states are bound to a layout: at another one they stay
+    as the seed made them. Without `resume` only weights and optimizer moments are taken; the rest is as at the start of a run.
+
+    Raises CheckpointError for a folder that is missing or torn, ConfigError when the flags make other parameter groups.
     """
     if not (Path(path) / COMPLETE).is_file():
         raise CheckpointError(f"{path} is no complete trainer state: {COMPLETE}, which is written last, is missing.")
     try:
         state = dist_checkpointing.load(_sharded(model, optimizer, loading=True), path)
-    except Exception as error:
+    except (Exception, CheckpointException) as error:
         raise CheckpointError(
             f"{path} cannot be loaded ({type(error).__name__}: {str(error)[:500]}). It is torn, or of a model of another shape."
         ) from error
     model.module.load_state_dict(state["model"], strict=False)
+    rates = _take_group_settings(path, state["optimizer"], optimizer)
     with torch.no_grad():
         optimizer.load_state_dict(state["optimizer"])
-    try:
-        schedule.load_state_dict(state["schedule"])
-    except AssertionError as error:
-        raise ConfigError(
-            f"the learning-rate schedule differs from the one saved in {path} ({error}). "
-            "Say --override-opt-param-scheduler to take the flags', or --use-checkpoint-opt-param-scheduler to take the saved one."
-        ) from error
+    schedule.num_steps = 0
+    if not resume:
+        schedule.step(0)
+        return 0, True
+    _resume_schedule(path, schedule, state["schedule"], rates)
     same = state["layout"] == layout()
     if same:
         _set_generators(state["generators"][dist.get_rank()])
     return int(state["step"]), same
+
+
+def _saved_groups(state: dict[Any, Any]) -> list[dict[str, Any]]:
+    """The parameter groups in an optimizer's state, however deep they stand."""
+    if "param_groups" in state:
+        return list(state["param_groups"])
+    return [group for part in state.values() if isinstance(part, dict) for group in _saved_groups(part)]
+
+
+def _take_group_settings(path: str, state: dict[str, Any], optimizer: MegatronOptimizer) -> list[dict[str, Any]]:
+    """Put this run's settings (rates, betas, ...) into the saved parameter groups, whose step counts and parameters stay.
+
+    Megatron finds a group by its settings, peak rate included: with another --lr it would not find any. Returns what the
+    groups said about the schedule.
+    """
+    saved, ours = _saved_groups(state), optimizer.param_groups
+    if len(saved) != len(ours):
+        raise ConfigError(
+            f"{path} was saved with {len(saved)} parameter groups and these flags make {len(ours)}: "
+            "give the --decoupled-lr and weight-decay flags of the run that saved it."
+        )
+    rates = [{name: group[name] for name in SCHEDULED if name in group} for group in saved]
+    for group, own in zip(saved, ours, strict=True):
+        group.update({name: value for name, value in own.items() if name not in ("params", "step")})
+    return rates
+
+
+def _resume_schedule(path: str, schedule: OptimizerParamScheduler, saved: dict[str, Any], rates: list[dict[str, Any]]) -> None:
+    """Move the schedule to the saved number of steps; say once which of its settings are not the saved ones."""
+    if schedule.use_checkpoint_opt_param_scheduler:
+        for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
+            group.update(rate)
+    else:
+        own = schedule.state_dict()
+        changed = [f"{name} {saved[name]} -> {own[name]}" for name in own if name != "num_steps" and saved.get(name) != own[name]]
+        if changed and dist.get_rank() == 0:
+            log.warning(
+                "the schedule follows this command line, not %s: %s; the %d optimizer steps done count as before",
+                path, ", ".join(changed), saved["num_steps"],
+            )  # fmt: skip
+    schedule.load_state_dict(saved)

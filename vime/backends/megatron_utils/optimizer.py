@@ -67,7 +67,8 @@ def planned_steps(data: DataConfig) -> int | None:
 def build_schedule(args: argparse.Namespace, data: DataConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
     """Learning rate and weight decay by optimizer step, from Megatron's --lr-* flags.
 
-    What decays does so over --lr-decay-iters, else --train-iters, else the optimizer steps that --num-rollout implies.
+    What decays does so over --lr-decay-iters, else --train-iters, else the optimizer steps that --num-rollout implies. Resuming, the
+    flags' settings prevail over the saved ones unless --use-checkpoint-opt-param-scheduler says otherwise.
     """
     total = args.train_iters or planned_steps(data)
     decay = args.lr_decay_iters or total
@@ -78,7 +79,7 @@ def build_schedule(args: argparse.Namespace, data: DataConfig, optimizer: Megatr
                 "or say --lr-decay-style constant."
             )
         decay = max(args.lr_warmup_iters + 1, 1)
-    decay = max(decay, 1)
+    decay = decay or args.lr_warmup_iters + 1  # --num-rollout 0 evaluates and takes no step
     warmup = args.lr_warmup_fraction * decay if args.lr_warmup_fraction is not None else args.lr_warmup_iters
     if warmup >= decay:
         raise ConfigError(f"--lr-warmup-iters {warmup:g} leaves no step of the {decay} over which the learning rate runs.")
@@ -96,7 +97,7 @@ def build_schedule(args: argparse.Namespace, data: DataConfig, optimizer: Megatr
         wd_incr_steps=max(total or decay, 1),
         wd_incr_style=args.weight_decay_incr_style,
         use_checkpoint_opt_param_scheduler=args.use_checkpoint_opt_param_scheduler,
-        override_opt_param_scheduler=args.override_opt_param_scheduler,
+        override_opt_param_scheduler=args.override_opt_param_scheduler or not args.use_checkpoint_opt_param_scheduler,
         wsd_decay_steps=args.lr_wsd_decay_iters,
         lr_wsd_decay_style=args.lr_wsd_decay_style,
     )
