@@ -11,7 +11,9 @@ from typing import Any
 
 from vime.errors import DataError
 
-__all__ = ["Row", "read_rows", "split_slice"]
+__all__ = ["Row", "check_value", "parse_json", "read_rows", "split_slice"]
+
+MAX_DEPTH = 100  # of nested lists and objects; what works on rows later (copies, templates) is recursive
 
 _SLICE = re.compile(r"^(?P<path>.+)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]$")
 
@@ -30,12 +32,14 @@ class Row:
         return f"{self.file}:{self.line}"
 
     def column(self, key: str, *, flag: str, what: str) -> Any:
-        """The value under `key`; a DataError that lists the keys there are when it is missing."""
+        """The value under `key`, checked by `check_value`; a DataError that lists the keys there are when it is missing."""
         if key not in self.data:
             raise DataError(
                 f"{self.where}: no column '{key}' ({what}); the row has {_listed(self.data)}. Name the right column with {flag}."
             )
-        return self.data[key]
+        value = self.data[key]
+        check_value(value, self.where, f"column '{key}'")
+        return value
 
 
 def split_slice(spec: str) -> tuple[str, slice]:
@@ -53,22 +57,24 @@ def read_rows(spec: str, *, flag: str = "--prompt-data") -> list[Row]:
     """All rows of a `.jsonl` file (blank lines are skipped), or the slice of them that 'path@[a:b]' names.
 
     Raises:
-        DataError: the file is missing, no .jsonl, empty, not UTF-8, or a line is not a JSON object; the message names
-            file:line, the offending text and the cure.
+        DataError: the file is missing, cannot be read, no .jsonl, empty, or a line is not UTF-8 or not a JSON object; the
+            message names file:line, the offending text and the cure.
     """
     path, part = split_slice(spec)
     file = Path(path)
     if file.suffix != ".jsonl":
         raise DataError(f"{flag} {path}: only .jsonl files are read (one JSON object a line). Convert the file.")
-    if not file.is_file():
-        kind = "is a folder" if file.is_dir() else "does not exist"
-        near = _neighbours(file)
-        raise DataError(f"{flag} {path} {kind}{near}. Give the path of a .jsonl file.")
     try:
-        with file.open(encoding="utf-8") as lines:
+        if not file.is_file():
+            kind = "is a folder" if file.is_dir() else "does not exist"
+            near = _neighbours(file)
+            raise DataError(f"{flag} {path} {kind}{near}. Give the path of a .jsonl file.")
+        with file.open("rb") as lines:
             rows = [row for number, line in enumerate(lines, 1) if (row := _parse(path, number, line)) is not None]
-    except UnicodeDecodeError as error:
-        raise DataError(f"{flag} {path} is not UTF-8 text ({error}). Re-encode it, e.g. with iconv.") from error
+    except OSError as error:
+        raise DataError(
+            f"{flag} {path} cannot be read ({error.strerror or error}). Check its path, its permissions and the disk it is on."
+        ) from error
     if not rows:
         raise DataError(f"{flag} {path} is empty: it holds no JSON line. Give a file with at least one prompt.")
     chosen = rows[part]
@@ -77,16 +83,67 @@ def read_rows(spec: str, *, flag: str = "--prompt-data") -> list[Row]:
     return chosen
 
 
-def _parse(path: str, number: int, line: str) -> Row | None:
-    if not line.strip():
-        return None
+def parse_json(text: str, where: str, what: str) -> Any:
+    """The value that `text` is the JSON of; `where` (file:line) and `what` begin the message.
+
+    Raises:
+        DataError: it is not JSON, nested too deep for Python's reader, or holds a number of thousands of digits.
+    """
     try:
-        data = json.loads(line)
+        return json.loads(text)
     except json.JSONDecodeError as error:
         raise DataError(
-            f"{path}:{number}: the line is not valid JSON ({error.msg} at column {error.colno}): {_shown(line)}. "
-            "Each line must be one complete JSON object; mend or remove this one."
+            f"{where}: {what} is not valid JSON ({error.msg} at column {error.colno}): {_shown(text)}. "
+            "It must be one complete JSON value; mend or remove it."
         ) from error
+    except RecursionError as error:
+        raise _too_deep(where, what) from error
+    except ValueError as error:  # a whole number longer than Python converts
+        raise DataError(f"{where}: {what} holds a number that cannot be read ({error}): {_shown(text)}. Write it as a string.") from error
+
+
+def check_value(value: Any, where: str, what: str) -> None:
+    """Refuse (DataError) a value nested deeper than MAX_DEPTH or with half of a surrogate pair in a text: copying, rendering,
+    encoding or sending it would end the run later."""
+    stack = [(value, 1)]
+    while stack:
+        item, depth = stack.pop()
+        if depth > MAX_DEPTH:
+            raise _too_deep(where, what)
+        if isinstance(item, str):
+            _check_text(item, where, what)
+        elif isinstance(item, dict):
+            stack += [(part, depth + 1) for pair in item.items() for part in pair]
+        elif isinstance(item, list):
+            stack += [(part, depth + 1) for part in item]
+
+
+def _check_text(text: str, where: str, what: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        code = f"\\u{ord(text[error.start]):04x}"
+        raise DataError(
+            f"{where}: {what} holds {code}, half of a surrogate pair, which is no character: "
+            f"{text[max(error.start - 20, 0) : error.start + 20]!a}. Mend or remove it; an emoji cut in two looks so."
+        ) from error
+
+
+def _too_deep(where: str, what: str) -> DataError:
+    return DataError(f"{where}: {what} is nested too deep (at most {MAX_DEPTH} lists and objects in one another). Flatten or remove it.")
+
+
+def _parse(path: str, number: int, raw: bytes) -> Row | None:
+    if not raw.strip():
+        return None
+    try:
+        line = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{path}:{number}: the line is not UTF-8 text (byte 0x{raw[error.start]:02x} at column {error.start + 1}: {error.reason}). "
+            "Re-encode the file, e.g. with iconv."
+        ) from error
+    data = parse_json(line, f"{path}:{number}", "the line")
     if not isinstance(data, dict):
         raise DataError(
             f"{path}:{number}: the line is a JSON {type(data).__name__}, not an object: {_shown(line)}. "

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vime.data.jsonl import Row, read_rows
+from vime.data.jsonl import Row, check_value, parse_json, read_rows
 from vime.data.tokenizer import encode_prompt, render_chat
 from vime.errors import DataError
 from vime.utils.types import Sample
@@ -63,8 +62,8 @@ def load_prompts(spec: str, form: PromptFormat, tokenizer: Any, *, flag: str = "
     """Read, render and measure the prompts of one file.
 
     Raises:
-        DataError: as `read_rows`; a column is missing; a label that the reward needs is missing or null; or every prompt
-            is longer than the limit.
+        DataError: as `read_rows`; a column is missing; a prompt is empty; a label that the reward needs is missing, null
+            or empty; or every prompt is longer than the limit.
     """
     samples = []
     rows = read_rows(spec, flag=flag)
@@ -126,6 +125,8 @@ def _ids(sample: Sample, row: Row, tokenizer: Any) -> list[int]:
 
 def _messages(prompt: Any, row: Row) -> list[dict[str, Any]] | None:
     if isinstance(prompt, str):
+        if not prompt:
+            raise DataError(f"{row.where}: the prompt is empty, so there is nothing to continue. Give a prompt or remove the row.")
         return None
     good = isinstance(prompt, Sequence) and prompt and all(isinstance(m, dict) and "role" in m for m in prompt)
     if not good:
@@ -147,12 +148,9 @@ def _metadata(row: Row, form: PromptFormat) -> dict[str, Any]:
 
 
 def _parsed(value: Any, row: Row, key: str) -> Any:
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{row.where}: column '{key}' is text that is no JSON ({error.msg}): {value[:120]!r}.") from error
+    parsed = parse_json(value, row.where, f"the text in column '{key}'") if isinstance(value, str) else value
+    check_value(parsed, row.where, f"column '{key}'")
+    return parsed
 
 
 def _label(row: Row, form: PromptFormat, metadata: dict[str, Any]) -> Any:
@@ -164,8 +162,11 @@ def _label(row: Row, form: PromptFormat, metadata: dict[str, Any]) -> Any:
             raise DataError(f"{row.where}: reward '{kind}' compares with a label, but --label-key is not given; the row has {have}.")
         return None
     label = row.column(form.label_key, flag=f"{form.flag_prefix}label-key", what="the label")
-    if label is None and needed:
+    empty = label is None or (isinstance(label, str) and not label.strip()) or (isinstance(label, list | dict) and not label)
+    if empty and needed:
+        found = "null" if label is None else f"empty ({label!r})"
         raise DataError(
-            f"{row.where}: the label under '{form.label_key}' is null, but reward '{kind}' compares with it. Give a label or drop the row."
+            f"{row.where}: the label under '{form.label_key}' is {found}, but reward '{kind}' compares with it. "
+            "Give a label or drop the row."
         )
     return label

@@ -81,6 +81,27 @@ def test_a_line_that_is_no_object_is_refused(tmp_path: Path) -> None:
 
 def test_a_file_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "latin.jsonl"
-    file.write_bytes('{"input": "é"}'.encode("latin-1"))
-    with pytest.raises(DataError, match="not UTF-8"):
+    file.write_bytes(b'{"input": "e"}\r\n' + '{"input": "é"}'.encode("latin-1"))
+    with pytest.raises(DataError, match=r"latin\.jsonl:2: the line is not UTF-8 text \(byte 0xe9 at column 12.*iconv"):
         read_rows(str(file))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"input": ' + "[" * 100_000 + "]" * 100_000 + "}", ":2: the line is nested too deep"),
+        ('{"input": ' + "9" * 5000 + "}", r":2: the line holds a number that cannot be read.*Write it as a string"),
+    ],
+)
+def test_json_that_python_cannot_hold_is_refused_with_its_place(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        read_rows(written(tmp_path, '{"input": "a"}\n' + text + "\n"))
+
+
+def test_a_file_that_the_system_does_not_let_us_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"--prompt-data .* cannot be read .*name too long.*permissions"):
+        read_rows(str(tmp_path / ("x" * 300 + ".jsonl")))
+    unreadable = tmp_path / "memory.jsonl"
+    unreadable.symlink_to("/proc/self/mem")  # opens, and fails at the first read, for any user
+    with pytest.raises(DataError, match=r"memory\.jsonl cannot be read \(Input/output error\)"):
+        read_rows(str(unreadable))

@@ -18,6 +18,14 @@ CHAT = [{"role": "user", "content": "hi"}]
 NEEDS = frozenset({"math", "exact"})
 
 
+def nested(depth: int) -> list[Any]:
+    """Lists in lists."""
+    value: list[Any] = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """ChatML, one token a character."""
@@ -71,12 +79,27 @@ def test_when_every_prompt_is_too_long_the_run_does_not_start(tmp_path: Path, to
         ({"input": 5}, {}, "neither text nor a list of chat messages"),
         ({"input": []}, {}, "neither text nor a list of chat messages"),
         ({"input": "a", "metadata": [1]}, {}, "'metadata' must hold an object"),
-        ({"input": "a", "metadata": "{broken"}, {}, "text that is no JSON"),
+        ({"input": "a", "metadata": "{broken"}, {}, "the text in column 'metadata' is not valid JSON"),
+        ({"input": ""}, {}, r"p\.jsonl:1: the prompt is empty"),
+        ({"input": "a", "label": " "}, {"rm_type": "exact", "label_key": "label"}, r":1: the label under 'label' is empty \(' '\)"),
+        ({"input": "a", "label": []}, {"rm_type": "math", "label_key": "label"}, r":1: the label under 'label' is empty \(\[\]\)"),
+        ({"input": "cut \ud83d"}, {}, r"p\.jsonl:1: column 'input' holds \\ud83d, half of a surrogate pair"),
+        ({"input": [{"role": "user", "content": "\udc00"}]}, {}, r"column 'input' holds \\udc00"),
+        ({"input": "a", "label": ["\ud83d"]}, {"label_key": "label"}, r":1: column 'label' holds \\ud83d"),
+        ({"input": "a", "metadata": json.dumps({"x": "\ud83d"})}, {}, r":1: column 'metadata' holds \\ud83d"),
+        ({"input": "a", "metadata": "[" * 100_000}, {}, r":1: the text in column 'metadata' is nested too deep"),
+        ({"input": "a", "metadata": {"x": nested(200)}}, {}, r":1: column 'metadata' is nested too deep \(at most 100"),
     ],
 )
 def test_a_faulty_row_is_named(tmp_path: Path, tokenizer: Any, row: dict[str, Any], form: dict[str, Any], said: str) -> None:
     with pytest.raises(DataError, match=said):
         loaded(tmp_path, tokenizer, [row], needs_label=NEEDS, **form)
+
+
+def test_zero_and_false_are_labels_and_columns_that_are_not_used_may_hold_anything(tmp_path: Path, tokenizer: Any) -> None:
+    rows = [{"input": "a", "label": 0, "other": "\ud83d"}, {"input": "a \U0001f600", "label": False}]
+    kept = loaded(tmp_path, tokenizer, rows, needs_label=NEEDS, rm_type="exact", label_key="label").samples
+    assert [sample.label for sample in kept] == [0, False]
 
 
 def test_a_reward_that_needs_no_label_asks_for_none(tmp_path: Path, tokenizer: Any) -> None:
