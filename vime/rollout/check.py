@@ -4,31 +4,57 @@ from __future__ import annotations
 
 from typing import Any
 
-from vime.data.jsonl import read_rows
+from vime.data.jsonl import Row, read_rows
 from vime.data.prompts import PromptFormat, sample_from_row
+from vime.errors import ConfigError, DataError
 from vime.rollout.evaluation import eval_files
 from vime.rollout.rm_hub.registry import find_reward, needs_label
+from vime.utils.types import Sample
 
 __all__ = ["check_prompt_files"]
+
+OUR_ROLLOUT = "vime.rollout.vllm_rollout."  # scores with async_rm; of a user's rollout function that is not known
 
 
 def check_prompt_files(args: Any) -> None:
     """Read --prompt-data and --eval-prompt-data row by row, as the run will.
 
     Raises:
-        DataError: a file is missing or empty, a line malformed, a column or a label missing (with file:line).
+        DataError: a file is missing or empty, a line malformed, a column, a label or what else the row's reward needs is
+            missing, or the row names a reward that there is not (with file:line).
         ConfigError: --rm-type is unknown, or --eval-prompt-data is not made of pairs.
     """
     if args.rm_type is not None:
         find_reward(args.rm_type)
     if args.prompt_data is not None:
-        _check(args.prompt_data, PromptFormat.of(args, needs_label=needs_label()), "--prompt-data")
+        form = PromptFormat.of(args, needs_label=needs_label())
+        _check(args, args.prompt_data, form, "--prompt-data", args.rollout_function_path)
     if args.eval_prompt_data:
         form = PromptFormat.of(args, needs_label=needs_label(), evaluation=True)
         for name, path in eval_files(args):
-            _check(path, form, f"--eval-prompt-data {name}")
+            _check(args, path, form, f"--eval-prompt-data {name}", args.eval_function_path or args.rollout_function_path)
 
 
-def _check(spec: str, form: PromptFormat, flag: str) -> None:
+def _check(args: Any, spec: str, form: PromptFormat, flag: str, function_path: str) -> None:
+    scored = args.custom_rm_path is None and function_path.startswith(OUR_ROLLOUT)
     for row in read_rows(spec, flag=flag):
-        sample_from_row(row, form)
+        sample = sample_from_row(row, form)
+        if scored:
+            _check_reward(args, sample, row)
+
+
+def _check_reward(args: Any, sample: Sample, row: Row) -> None:
+    """The row's reward exists and finds in the row what it needs (labels apart, which `sample_from_row` has seen to)."""
+    named = sample.metadata.get("rm_type")
+    name = named or args.rm_type
+    if not name:
+        if args.custom_generate_function_path is not None:
+            return  # which may set rewards itself
+        raise DataError(f"{row.where}: no reward: the row has no metadata['rm_type'], and neither --rm-type nor --custom-rm-path is given.")
+    try:
+        spec = find_reward(str(name), "metadata['rm_type']" if named else "--rm-type")
+    except ConfigError as error:
+        raise DataError(f"{row.where}: {error}") from error
+    problem = spec.lacks(args, sample)
+    if problem:
+        raise DataError(f"{row.where}: reward '{name}' {problem}")

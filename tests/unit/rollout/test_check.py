@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,6 +40,47 @@ def test_a_bad_row_of_the_prompts_or_of_a_held_out_file_is_named(good: str, bad:
         check_prompt_files(make_args(prompt_data=bad, label_key="label", rm_type="math"))
     with pytest.raises(DataError, match=r"bad\.jsonl:2"):
         check_prompt_files(make_args(prompt_data=good, label_key="label", rm_type="math", eval_prompt_data=["held", bad]))
+
+
+@pytest.mark.parametrize(
+    ("row", "flags", "said"),
+    [
+        ({"metadata": {"rm_type": "exakt"}}, {}, r"there is no such reward; did you mean exact\?"),
+        ({}, {}, "no reward: the row has no metadata"),
+        ({}, {"rm_type": "reasoning_gym"}, r"reward 'reasoning_gym' needs metadata \{\"reasoning_gym\""),
+        ({"metadata": {"reasoning_gym": {"dataset": "x", "entry": "y"}}}, {"rm_type": "reasoning_gym"}, "needs an object .* got str"),
+        ({"metadata": {"reasoning_gym": {"dataset": "x"}}}, {"rm_type": "boxed_reasoning_gym"}, "or a label: its answer"),
+        ({"label": ""}, {"rm_type": "gpqa", "label_key": "label"}, "needs a label, or the right letter"),
+        ({"metadata": {"rm_type": "remote_rm"}}, {"rm_type": "random"}, "needs an address"),
+    ],
+)
+def test_a_row_without_what_its_reward_needs_is_named(tmp_path: Path, row: dict[str, Any], flags: dict[str, Any], said: str) -> None:
+    file = tmp_path / "rows.jsonl"
+    good = {"input": "1+1=", "label": "2", "metadata": {"rm_type": "random"}}
+    file.write_text(json.dumps(good) + "\n" + json.dumps({"input": "1+1=", **row}) + "\n")
+    with pytest.raises(DataError, match=rf"rows\.jsonl:2: .*{said}"):
+        check_prompt_files(make_args(prompt_data=str(file), **flags))
+
+
+def test_rows_are_not_held_to_a_reward_that_will_not_score_them(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"input": "1+1=", "metadata": {"rm_type": "mine"}}\n')
+    check_prompt_files(make_args(prompt_data=str(file), custom_rm_path="a.b"))
+    check_prompt_files(make_args(prompt_data=str(file), rollout_function_path="a.b"))
+    with pytest.raises(DataError, match="no such reward"):
+        check_prompt_files(make_args(prompt_data=str(file)))
+
+
+def test_rows_with_what_their_rewards_need_pass(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    metadata: list[dict[str, Any]] = [
+        {"rm_type": "reasoning_gym", "reasoning_gym": {"dataset": "x", "entry": {"answer": "2"}}},
+        {"rm_type": "gpqa", "correct_letter": "B"},
+        {"rm_type": "remote_rm", "rm_url": "http://127.0.0.1:1/"},
+        {"rm_type": "random"},
+    ]
+    file.write_text("".join(json.dumps({"input": "1+1=", "metadata": one}) + "\n" for one in metadata))
+    check_prompt_files(make_args(prompt_data=str(file)))
 
 
 def test_an_unknown_reward_is_refused(good: str) -> None:

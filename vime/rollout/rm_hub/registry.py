@@ -4,14 +4,41 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
 
 from vime.errors import ConfigError
+from vime.utils.types import Sample
 
 __all__ = ["REWARDS", "RewardSpec", "find_reward", "needs_label"]
+
+
+def _nothing(args: Any, sample: Sample) -> str:
+    return ""
+
+
+def _lacks_choice(args: Any, sample: Sample) -> str:
+    right = sample.label if sample.label is not None else sample.metadata.get("correct_letter")
+    return "" if str(right or "").strip() else "needs a label, or the right letter in metadata['correct_letter']. Give one or drop the row."
+
+
+def _lacks_task(args: Any, sample: Sample) -> str:
+    task = sample.metadata.get("reasoning_gym")
+    if not isinstance(task, dict) or not task.get("dataset"):
+        return 'needs metadata {"reasoning_gym": {"dataset": name, "entry": {...}}}. Write it as the dataset made it, or drop the row.'
+    entry = task.get("entry")
+    if entry and not isinstance(entry, dict):
+        return f"needs an object in metadata['reasoning_gym']['entry'] (the item as the dataset made it), got {type(entry).__name__}."
+    if not entry and sample.label is None:
+        return "needs metadata['reasoning_gym']['entry'] (the item as the dataset made it), or a label: its answer (--label-key)."
+    return ""
+
+
+def _lacks_address(args: Any, sample: Sample) -> str:
+    given = sample.metadata.get("rm_url") or args.rm_url
+    return "" if given else "needs an address: --rm-url, or metadata['rm_url'] in the row."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +52,7 @@ class RewardSpec:
     module: str
     runs: Literal["here", "worker", "sample"] = "here"
     label: bool = True  # cannot do without a label
+    lacks: Callable[[Any, Sample], str] = _nothing  # (args, sample of a prompt file) -> what else it lacks, with the cure; or ""
 
     def function(self) -> Any:
         """The scoring function; imports its module."""
@@ -38,11 +66,11 @@ REWARDS: Mapping[str, RewardSpec] = MappingProxyType(
         "deepscaler": RewardSpec(module="deepscaler", runs="worker"),
         "exact": RewardSpec(module="exact"),
         "f1": RewardSpec(module="f1"),
-        "gpqa": RewardSpec(module="gpqa", label=False),  # metadata["correct_letter"] serves as well
+        "gpqa": RewardSpec(module="gpqa", label=False, lacks=_lacks_choice),  # metadata["correct_letter"] serves as well
         "math": RewardSpec(module="math_rm", runs="worker"),
         "random": RewardSpec(module="random_rm", runs="sample", label=False),
-        "reasoning_gym": RewardSpec(module="reasoning_gym_rm", runs="worker", label=False),
-        "remote_rm": RewardSpec(module="remote_rm", runs="sample", label=False),
+        "reasoning_gym": RewardSpec(module="reasoning_gym_rm", runs="worker", label=False, lacks=_lacks_task),
+        "remote_rm": RewardSpec(module="remote_rm", runs="sample", label=False, lacks=_lacks_address),
     }
 )
 
