@@ -40,6 +40,7 @@ def to_train_samples(
     chosen = [samples[position] for position in kept]
     masks = [_mask(sample) for sample in chosen]
     rollout_ids = [_rollout_id(sample) for sample in chosen]
+    _check_one_group_each(chosen, rollout_ids)
     if processed_rewards is not None:
         raw, rewards = (_pick(values, kept, samples) for values in processed_rewards)
     else:
@@ -81,6 +82,19 @@ def _rollout_id(sample: Sample) -> int:
     if found is None:
         raise DataError("a sample has neither index nor rollout_id; keep the ids that the data source gave it when you copy a sample.")
     return found
+
+
+def _check_one_group_each(samples: Sequence[Sample], rollout_ids: Sequence[int]) -> None:
+    """An execution belongs to one group: its samples share one mean in the loss, which strangers would dilute."""
+    owner: dict[int, Sample] = {}
+    for sample, rollout_id in zip(samples, rollout_ids, strict=True):
+        first = owner.setdefault(rollout_id, sample)
+        if first.group_index != sample.group_index:
+            raise DataError(
+                f"rollout_id {rollout_id} is used in group {first.group_index} (sample {first.index}) and in group {sample.group_index} "
+                f"(sample {sample.index}), but samples with one rollout_id are segments of one execution, and share its weight in the "
+                "loss. Leave rollout_id unset, or set it to sample.index or any id that is unique over the step."
+            )
 
 
 def _mask(sample: Sample) -> npt.NDArray[np.float32]:

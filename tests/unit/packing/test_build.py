@@ -175,6 +175,15 @@ def test_bad_samples_are_named(bad: Sample, error: type[Exception], message: str
         build([bad])
 
 
+def test_one_rollout_id_in_two_groups_is_refused() -> None:
+    mixed = [sample(0, group=0, rollout_id=0), sample(1, group=0, rollout_id=1), sample(2, group=5, rollout_id=0)]
+    with pytest.raises(DataError, match=r"rollout_id 0 is used in group 0 \(sample 0\) and in group 5 \(sample 2\).*sample\.index"):
+        build(mixed)
+    mixed[2].rollout_id = None  # then it is its index
+    (batch,) = build(mixed)
+    assert [one.rollout_mask_sum for one in batch.samples] == [3.0, 3.0, 3.0]
+
+
 def test_log_probs_for_a_part_of_the_samples_are_refused() -> None:
     with pytest.raises(DataError, match=r"sample 1 .*1 of 2 samples"):
         build([sample(0, rollout_log_probs=[-1.0] * 3), sample(1)])
