@@ -58,7 +58,7 @@ class EngineClient:
 
         Raises:
             EngineError: refused (4xx), or still failing after the retries, or the reply is torn.
-            DeadlineError: no reply within --rollout-request-timeout.
+            DeadlineError: no reply within --rollout-request-timeout, in the last try either.
             GenerationError: the engine could not give a log-probability for a token.
         """
         payload = {"token_ids": token_ids, "sampling_params": engine_sampling_params(sampling_params)}

@@ -1,8 +1,8 @@
 """HTTP for rollout code: `post` for plug-ins, and the parts that the engine client is made of.
 
-One policy everywhere: each try has a deadline; only connection errors and 5xx are tried again, a bounded number of times;
-a 4xx is an error at once, with the server's words. Inside a rollout, `post` uses the rollout's session and counts against
-its limit of requests in flight (`HttpScope`); outside it opens a session of its own.
+One policy everywhere: each try has a deadline; only a try that ran out of time, connection errors and 5xx are tried again, a
+bounded number of times; a 4xx is an error at once, with the server's words. Inside a rollout, `post` uses the rollout's
+session and counts against its limit of requests in flight (`HttpScope`); outside it opens a session of its own.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import json
 import random
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -32,7 +33,7 @@ class RetryPolicy:
     """How long and how often a request is tried."""
 
     timeout: float = 600.0  # seconds of one try, connecting included
-    retries: int = 3  # further tries after a connection error or a 5xx
+    retries: int = 3  # further tries after a timeout, a connection error or a 5xx
     backoff: float = 0.25  # seconds before the first retry; doubles each time, at most 8
     jitter: bool = True  # up to half of the wait is random, so that many clients do not return at once
 
@@ -153,13 +154,13 @@ async def post(
     Args:
         url: where to.
         payload: anything `json.dumps` takes.
-        max_retries: further tries after a connection error or a 5xx; default: the rollout's `--rollout-request-retries`.
+        max_retries: further tries after a timeout, a connection error or a 5xx; default: the rollout's `--rollout-request-retries`.
         headers: added to the request.
         timeout: seconds of one try; default: the rollout's `--rollout-request-timeout`.
 
     Raises:
         EngineError: a 4xx (at once), or the last 5xx or connection error when the tries are used up.
-        DeadlineError: a try took longer than `timeout`.
+        DeadlineError: the last try, too, took longer than `timeout`.
     """
     async with _client(url) as (scope, session):
         policy = _policy(scope, max_retries, timeout)
@@ -215,29 +216,32 @@ async def request_json(
     """
     body = None if payload is None else json.dumps(payload).encode()
     sent = {**({"Content-Type": "application/json"} if body is not None else {}), **(headers or {})}
-    last = "none"
+    earlier, last, timed_out = "none", "none", False
+    begun = time.monotonic()
     for attempt in range(policy.retries + 1):
         extra = first_try_headers if attempt == 0 and first_try_headers else {}
         try:
             status, text = await _send(session, method, url, body, {**sent, **extra}, policy.timeout)
-        except TimeoutError as error:
-            raise DeadlineError(
-                peer=url,
-                phase=f"{method} (try {attempt + 1})",
-                seconds=policy.timeout,
-                progress=f"earlier tries: {last}",
-                cure="Is the server overloaded or stuck? Its log says; or raise --rollout-request-timeout.",
-            ) from error
+        except TimeoutError:  # before connection errors: aiohttp has kinds that are both
+            earlier, last, timed_out = last, f"no reply within {policy.timeout:g} s", True
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError) as error:
-            last = f"{type(error).__name__}: {error}"
+            earlier, last, timed_out = last, f"{type(error).__name__}: {error}", False
         else:
             if status < 400:
                 return _decode(text, url, strict)
-            last = f"HTTP {status}: {text[:BODY_SHOWN]}"
+            earlier, last, timed_out = last, f"HTTP {status}: {text[:BODY_SHOWN]}", False
             if status < 500:
                 raise EngineError(f"{method} {url} was refused with HTTP {status}: {text[:BODY_SHOWN]}. The request itself is at fault.")
         if attempt < policy.retries:
             await asyncio.sleep(policy.wait(attempt))
+    if timed_out:
+        raise DeadlineError(
+            peer=url,
+            phase=f"{method} ({policy.retries + 1} tries in {time.monotonic() - begun:.4g} s, the last without a reply)",
+            seconds=policy.timeout,
+            progress=f"the try before it: {earlier}",
+            cure="Is the server, or an engine behind it, overloaded or stuck? Their logs say; or raise --rollout-request-timeout.",
+        )
     raise EngineError(
         f"{method} {url} failed {policy.retries + 1} times; the last failure: {last}. "
         "Look at the log of the router and of the engines behind it; --rollout-request-retries allows more tries."

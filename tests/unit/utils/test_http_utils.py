@@ -1,4 +1,4 @@
-"""The request policy: retries on connection errors and 5xx only, deadlines, errors that repeat the server's words."""
+"""The request policy: retries on timeouts, connection errors and 5xx only, deadlines, errors that repeat the server's words."""
 
 from __future__ import annotations
 
@@ -85,16 +85,33 @@ def test_a_server_that_is_not_there_is_an_error_after_the_tries() -> None:
         run(attempt())
 
 
-def test_a_slow_reply_ends_in_a_deadline_error_that_names_the_server_and_is_not_tried_again() -> None:
-    async def slow() -> dict[str, Any]:
-        await asyncio.Event().wait()
-        return {}
+async def never() -> dict[str, Any]:
+    """No answer."""
+    await asyncio.Event().wait()
+    return {}
 
-    result, count = run(post_with(lambda body, n: slow(), timeout=0.05))
+
+def test_a_try_without_a_reply_is_followed_by_another() -> None:
+    result, count = run(post_with(lambda body, n: never() if n == 0 else {"b": 2}, timeout=0.5))
+    assert result == {"b": 2}
+    assert count == 2
+
+
+def test_tries_that_all_stay_without_a_reply_end_in_a_deadline_error_that_names_server_tries_and_seconds() -> None:
+    result, count = run(post_with(lambda body, n: never(), timeout=0.05, max_retries=2))
     assert isinstance(result, DeadlineError)
     assert "127.0.0.1" in str(result)
+    assert "3 tries in 0." in str(result)
     assert "0.05 s" in str(result)
-    assert count == 1
+    assert count == 3
+
+
+def test_what_the_last_try_met_decides_the_kind_of_error() -> None:
+    result, _ = run(post_with(lambda body, n: web.Response(status=503) if n else never(), timeout=0.5, max_retries=1))
+    assert isinstance(result, EngineError)
+    result, _ = run(post_with(lambda body, n: never() if n else web.Response(status=503, text="busy"), timeout=0.5, max_retries=1))
+    assert isinstance(result, DeadlineError)
+    assert "the try before it: HTTP 503: busy" in str(result)
 
 
 def test_requests_to_the_router_hold_a_slot_and_others_do_not() -> None:
