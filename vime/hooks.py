@@ -23,7 +23,7 @@ from vime.errors import ConfigError, HookError, VimeError
 if TYPE_CHECKING:
     from vime.config.run import RunConfig
 
-__all__ = ["KINDS", "HookKind", "accepts", "check_all", "hook_errors", "hook_failed", "load_hook"]
+__all__ = ["KINDS", "HookKind", "accepts", "check_all", "hook_errors", "hook_failed", "load_hook", "user_errors"]
 
 
 class RolloutFunction(Protocol):
@@ -178,6 +178,11 @@ def hook_errors(flag: str, path: str, function: Any) -> Iterator[None]:
         raise
     except Exception as error:
         raise hook_failed(flag, path, function, error) from error
+
+
+def user_errors(flag: str, path: str, function: Any) -> contextlib.AbstractContextManager[None]:
+    """`hook_errors` where `path` may also name a part of vime, whose faults are not the user's: those stay as they are."""
+    return contextlib.nullcontext() if path.startswith("vime.") else hook_errors(flag, path, function)
 
 
 def hook_failed(flag: str, path: str, function: Any, error: BaseException) -> HookError:

@@ -17,8 +17,8 @@ import ray
 
 from vime.backends.vllm_utils.router import ExternalRouter, RouterServer
 from vime.config import RunConfig
-from vime.errors import EngineError
-from vime.hooks import hook_errors, load_hook
+from vime.errors import EngineError, HookError
+from vime.hooks import hook_errors, load_hook, user_errors
 from vime.packing.build import build_train_batches, packing_metrics
 from vime.ray.process import WatchedActor, watched_actor
 from vime.ray.supervisor import Supervisor
@@ -54,15 +54,18 @@ class RolloutManager(WatchedActor):
     def init(self, load: str | None) -> int:
         """Load hooks and data; returns the number of prompts. Runs while engines and trainers start."""
         config = self._config
-        self._source = load_hook(config.data.data_source_path, "data_source_path")(self._args)
-        if load is not None:
-            self._source.load(str(Path(load) / DATA_SOURCE_FILE))
+        source_class = load_hook(config.data.data_source_path, "data_source_path")
+        with self._source_errors(source_class):
+            self._source = source_class(self._args)
+            if load is not None:
+                self._source.load(str(Path(load) / DATA_SOURCE_FILE))
+            num_prompts = len(self._source)
         self._rollout = load_hook(config.rollout.rollout_function_path, "rollout_function_path")
         path = config.eval.eval_function_path
         self._eval = load_hook(path, "eval_function_path") if path else self._rollout
         path = config.reward.custom_reward_post_process_path
         self._post_process = load_hook(path, "custom_reward_post_process_path") if path else None
-        return len(self._source)
+        return num_prompts
 
     def connect(self, engine_urls: list[str]) -> None:
         """Start the router in front of the engines, or take the one that the user named."""
@@ -88,11 +91,12 @@ class RolloutManager(WatchedActor):
 
     def generate(self, rollout_id: int) -> Generated:
         """One rollout step: generate, score, normalise, pack."""
-        output = self._rollout(self._args, rollout_id, self._source, evaluation=False)
-        if not isinstance(output, RolloutFnTrainOutput):
-            output = RolloutFnTrainOutput(samples=output)
-        samples = list(_flatten(output.samples))
         config = self._config
+        with user_errors("--rollout-function-path", config.rollout.rollout_function_path, self._rollout):
+            output = self._rollout(self._args, rollout_id, self._source, evaluation=False)
+            if not isinstance(output, RolloutFnTrainOutput):
+                output = RolloutFnTrainOutput(samples=output)
+            samples = list(_flatten(output.samples))
         batches = build_train_batches(
             samples,
             rollout_id=rollout_id,
@@ -119,17 +123,29 @@ class RolloutManager(WatchedActor):
 
     def evaluate(self, rollout_id: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Metrics and a few readable samples of the held-out files."""
-        output = self._eval(self._args, rollout_id, self._source, evaluation=True)
-        if not isinstance(output, RolloutFnEvalOutput):
-            output = RolloutFnEvalOutput(data=output)
-        shown = []
-        for data in output.data.values():
-            shown += [_readable(sample) for sample in list(data.get("samples", []))[: self._config.logging.log_samples]]
-        return dict(output.metrics), shown
+        own = self._config.eval.eval_function_path
+        flag, path = ("--eval-function-path", own) if own else ("--rollout-function-path", self._config.rollout.rollout_function_path)
+        with user_errors(flag, path, self._eval):
+            output = self._eval(self._args, rollout_id, self._source, evaluation=True)
+            if not isinstance(output, RolloutFnEvalOutput):
+                output = RolloutFnEvalOutput(data=output)
+            if not isinstance(output.data, dict):
+                raise HookError(
+                    f"{flag} {path} returned a {type(output.data).__name__}; right: a RolloutFnEvalOutput, or "
+                    '{name: {"rewards": [...], "truncated": [...], "samples": [...]}}.'
+                )
+            shown = []
+            for data in output.data.values():
+                shown += [_readable(sample) for sample in list(data.get("samples", []))[: self._config.logging.log_samples]]
+            return dict(output.metrics), shown
 
     def save(self, path: str) -> None:
         """Write the data source's part of a commit."""
-        self._source.save(str(Path(path) / DATA_SOURCE_FILE))
+        with self._source_errors(type(self._source)):
+            self._source.save(str(Path(path) / DATA_SOURCE_FILE))
+
+    def _source_errors(self, source_class: type) -> contextlib.AbstractContextManager[None]:
+        return user_errors("--data-source-path", self._config.data.data_source_path, source_class)
 
     def stop(self) -> None:
         """End the router."""
@@ -145,8 +161,13 @@ def _flatten(groups: Iterable[Any]) -> Iterable[Sample]:
     for item in groups:
         if isinstance(item, Sample):
             yield item
-        else:
+        elif isinstance(item, list | tuple):
             yield from _flatten(item)
+        else:
+            raise HookError(
+                f"the rollout function returned a {type(item).__name__} among its samples; right: lists of vime.utils.types.Sample, one "
+                "list a group (or a RolloutFnTrainOutput with them)."
+            )
 
 
 def _readable(sample: Sample) -> dict[str, Any]:
@@ -171,6 +192,7 @@ class RolloutClient:
         self._config, self._supervisor, self._manager = config, supervisor, manager
         self._engines, self._engine_names = engines, engine_names
         self._endpoints: list[Any] = []
+        self._init_ref: Any = None
         self.num_prompts = 0
 
     @classmethod
@@ -191,9 +213,19 @@ class RolloutClient:
             engines.append(engine)
         return cls(config, supervisor, manager, engines, names)
 
+    def _begun(self, load: Path | None) -> Any:
+        if self._init_ref is None:
+            self._init_ref = self._manager.init.remote(str(load) if load else None)
+        return self._init_ref
+
+    def prompts(self, load: Path | None) -> int:
+        """Wait for the data alone; returns the number of prompts."""
+        deadline = self._config.engine.vllm_start_deadline
+        return self._supervisor.get([self._begun(load)], names=[self.NAME], phase="reading the prompts", deadline=deadline)[0]
+
     def ready(self, load: Path | None) -> None:
         """Wait until data and engines are ready, then put the router in front of the engines."""
-        refs = [self._manager.init.remote(str(load) if load else None), *(engine.start.remote() for engine in self._engines)]
+        refs = [self._begun(load), *(engine.start.remote() for engine in self._engines)]
         deadline = self._config.engine.vllm_start_deadline + 30.0
         self.num_prompts, *self._endpoints = self._supervisor.get(
             refs, names=[self.NAME, *self._engine_names], phase="start", deadline=deadline

@@ -8,13 +8,14 @@ data source ─get_samples▶ submitted ─▶ finished ─▶ filter ─▶ acc
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import time
 from collections import Counter
 from typing import Any
 
 from vime.errors import DeadlineError, GenerationError
-from vime.hooks import hook_errors, load_hook
+from vime.hooks import hook_errors, load_hook, user_errors
 from vime.rollout.base_types import Group, RolloutFnTrainOutput
 from vime.rollout.filter_hub.base_types import DynamicFilterOutput
 from vime.rollout.generate_state import GenerateState
@@ -68,7 +69,8 @@ class BatchCollector:
         """Submit prompts while accepted and running groups are fewer than needed."""
         wave = self.args.over_sampling_batch_size
         while (missing := self.target - len(self.accepted) - len(self.pending)) > 0:
-            groups = self.source.get_samples(wave if wave is not None else missing)
+            with self._source_errors():
+                groups = self.source.get_samples(wave if wave is not None else missing)
             if not groups:
                 raise GenerationError(f"the data source gave no prompt group when {missing} were asked for; get_samples must return some.")
             for group in groups:
@@ -129,8 +131,12 @@ class BatchCollector:
         batch, surplus = self.accepted[: self.target], self.accepted[self.target :]
         surplus += [group for group in self.pending.values() if group is not None]
         if surplus:
-            self.source.add_samples(surplus)
+            with self._source_errors():
+                self.source.add_samples(surplus)
         return batch
+
+    def _source_errors(self) -> contextlib.AbstractContextManager[None]:
+        return user_errors("--data-source-path", self.args.data_source_path, type(self.source))
 
     def _mark_filtered(self, groups: list[Group]) -> None:
         path = self.args.rollout_sample_filter_path

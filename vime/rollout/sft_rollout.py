@@ -12,6 +12,7 @@ from typing import Any
 from vime.data.loss_mask import MultiTurnLossMaskGenerator
 from vime.data.tokenizer import encode_prompt, load_tokenizer
 from vime.errors import ConfigError, DataError
+from vime.hooks import user_errors
 from vime.rollout.base_types import Group, RolloutFnTrainOutput
 from vime.rollout.generation import segments
 from vime.utils.types import Sample
@@ -31,7 +32,8 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
     """
     if evaluation:
         raise ConfigError("sft_rollout cannot evaluate: evaluation needs engines. Give --eval-function-path, or no --eval-prompt-data.")
-    groups: list[Group] = data_source.get_samples(args.rollout_batch_size)
+    with user_errors("--data-source-path", args.data_source_path, type(data_source)):
+        groups: list[Group] = data_source.get_samples(args.rollout_batch_size)
     resources = getattr(data_source, "resources", None)
     tokenizer = resources.tokenizer if resources is not None else load_tokenizer(args.hf_checkpoint)
     masks = MultiTurnLossMaskGenerator(tokenizer, args.loss_mask_type)

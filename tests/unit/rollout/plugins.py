@@ -145,3 +145,36 @@ async def raises_for_odd(args: Any, sample: Sample, sampling_params: dict[str, A
 async def raises(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
     """A bug."""
     raise KeyError("nothing here")
+
+
+class RaisingSource:
+    """A data source all of whose methods fail; its constructor does at --rollout-batch-size 1."""
+
+    def __init__(self, args: Any) -> None:
+        if args.rollout_batch_size == 1:
+            raise KeyError("made")
+
+    def get_samples(self, num_samples: int) -> list[Any]:
+        raise KeyError("asked")
+
+    def add_samples(self, samples: list[Any]) -> None:
+        """Takes them."""
+
+    def save(self, path: str) -> None:
+        raise KeyError("saved")
+
+    def load(self, path: str) -> None:
+        raise KeyError("loaded")
+
+    def __len__(self) -> int:
+        return 1
+
+
+def raising_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    """Raises."""
+    return {}["nothing"]
+
+
+def rollout_of_numbers(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    """Returns no samples."""
+    return [[1, 2]]
