@@ -67,6 +67,12 @@ def _train(argv: list[str]) -> int:
     except VimeError as error:
         print(f"vime: {type(error).__name__}: {error}", file=sys.stderr)
         return error.exit_code
+    except OSError as error:
+        print(
+            f"vime: {type(error).__name__}: {error}. Mend that and run the same command again: it resumes from the last commit.",
+            file=sys.stderr,
+        )
+        return 1
     except KeyboardInterrupt:
         print("vime: interrupted; the run has been ended. The same command resumes from the last commit.", file=sys.stderr)
         return 130

@@ -8,6 +8,7 @@ from typing import Any
 
 from vime.checkpoint import write_commit
 from vime.config import RunConfig
+from vime.errors import CheckpointError, VimeError
 from vime.observability.metrics import MetricsLog
 from vime.observability.status import Status
 from vime.types import WeightSyncReport
@@ -79,6 +80,8 @@ class RunRecord:
         ev = self._config.eval
         if not ev.eval_prompt_data:
             return False
+        if self._num_steps == 0:  # evaluate only
+            return True
         if steps_done == self._first:  # at the start; after a resume the evaluation of that step stands in the log already
             return steps_done == 0 and not ev.skip_eval_before_train
         return steps_done == self._num_steps or (ev.eval_interval is not None and steps_done % ev.eval_interval == 0)
@@ -88,8 +91,12 @@ class RunRecord:
         begun = time.perf_counter()
         save = self._config.checkpoint
         assert save.save is not None
-        if save.save_hf is not None and train is not None:
-            train.save_hf(save.save_hf.format(rollout_id=step))  # first: what is committed has its folder, too
+        failed: Exception | None = None
+        if save.save_hf is not None and train is not None:  # first: what is committed has its folder, too
+            try:
+                train.save_hf(save.save_hf.format(rollout_id=step))
+            except (VimeError, OSError) as error:  # an export that fails must not cost the commit
+                failed = error
         writers: dict[str, Any] = {"rollout": rollout.save}
         if train is not None:
             writers["trainer"] = train.save
@@ -97,6 +104,8 @@ class RunRecord:
         seconds = time.perf_counter() - begun
         self._pending["perf/save_time"] = seconds  # stands in the next step's line
         self.status.say(f"saved {commit.path} ({seconds:.1f} s)")
+        if failed is not None:
+            raise CheckpointError(f"{commit.path} is complete, but --save-hf could not be written: {failed}") from failed
 
     def close(self) -> None:
         """Flush every sink."""

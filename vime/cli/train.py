@@ -6,6 +6,10 @@ ray.init ─▶ engines, trainers, rollout manager (all at once) ─▶ router �
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import fcntl
+import json
+import os
 import random
 import tempfile
 import time
@@ -43,7 +47,12 @@ def train(config: RunConfig) -> None:
     check_prompt_files(config.args)
     commit = find_start(config)
     log_dir = run_folder(config)
-    if commit is not None and _same_run(config, commit) and commit.rollout_id + 1 == config.data.num_rollout:
+    with _locked(log_dir):
+        _run(config, commit, log_dir, begun)
+
+
+def _run(config: RunConfig, commit: Commit | None, log_dir: Path, begun: float) -> None:
+    if commit is not None and _same_run(config, commit) and 0 < (config.data.num_rollout or 0) <= commit.rollout_id + 1:
         print(f"nothing to do: all {config.data.num_rollout} steps are done and saved in {commit.path}. Raise --num-rollout to go on.")
         return
     memory = MemoryMonitor()
@@ -66,6 +75,23 @@ def train(config: RunConfig) -> None:
         f"({memory.peak_processes} processes); metrics in {log_dir / 'metrics.jsonl'}"
         + (f"; curve in {log_dir / 'reward.png'}" if plotted else "")
     )
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the run's folder: two runs in one folder would overwrite each other. The kernel lets go when we die."""
+    with (folder / ".lock").open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.seek(0)
+            raise ConfigError(
+                f"the folder '{folder}' is in use by another run (process {file.read().strip()}): wait for it, or give another --save."
+            ) from None
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield
 
 
 def find_start(config: RunConfig) -> Commit | None:
@@ -115,16 +141,20 @@ def _parts(config: RunConfig, log_dir: Path, commit: Commit | None) -> Iterator[
     logs = log_dir / "logs"
     supervisor = Supervisor()
     placement = create_placement_groups(config)
+    own = commit if commit is not None and _same_run(config, commit) else None  # else another run's weights and optimizer
     with contextlib.ExitStack() as stack:
         stack.callback(placement.remove)
         rollout = RolloutClient.launch(config, supervisor, placement, log_dir, logs, run_id)
         stack.callback(rollout.shutdown)
         group = None
         if not config.debug.debug_rollout_only:
+            if config.data.num_rollout is None:  # the learning-rate schedule needs to know how far it is
+                total = _steps(config, rollout.prompts(own.rollout if own else None), own)[1]
+                config = dataclasses.replace(config, data=dataclasses.replace(config.data, num_rollout=total))
             group = RayTrainGroup(config, placement, supervisor, logs)
             stack.callback(group.shutdown)
-            group.start(commit.trainer if commit else None)
-        rollout.ready(commit.rollout if commit and _same_run(config, commit) else None)
+            group.start(commit.trainer if commit else None, resume=own is not None)
+        rollout.ready(own.rollout if own else None)
         if group is not None:
             group.ready()
         yield rollout, _TrainerWithProbe(group, _probe(config), run_id) if group is not None else None
@@ -151,10 +181,9 @@ def _steps(config: RunConfig, num_prompts: int, commit: Commit | None) -> tuple[
 
 def _probe(config: RunConfig) -> list[int]:
     """The fixed prompt of the weight-sync proof: pseudo-random ids below the vocabulary's size, the same in every run."""
-    import json
-
     assert config.model.hf_checkpoint is not None
     model = json.loads((Path(config.model.hf_checkpoint) / "config.json").read_text())
-    length = min(PROBE_LENGTH, int(model.get("max_position_embeddings", PROBE_LENGTH)) // 2)
+    longest = config.rollout.rollout_max_context_len or int(model.get("max_position_embeddings", PROBE_LENGTH))
+    length = min(PROBE_LENGTH, longest // 2)
     generator = random.Random(20260101)
     return [generator.randrange(int(model["vocab_size"])) for _ in range(length)]
