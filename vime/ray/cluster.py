@@ -52,6 +52,8 @@ class Cluster:
         )
         options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "ignore_reinit_error": False}
         if self.address:
+            names = ("PYTHONPATH", "RAY_kill_child_processes_on_worker_exit")
+            options["runtime_env"] = {"env_vars": {name: os.environ[name] for name in names}}  # its workers do not inherit from us
             _init(f"the Ray cluster at RAY_ADDRESS={self.address}", address=self.address, **options)
             return self
         _remove_stale_temp()
