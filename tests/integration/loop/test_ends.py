@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from runs import Run
+from whole_runs import Run
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from runs import Run, metrics
+from whole_runs import Run, metrics
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from runs import Run, metrics
+from whole_runs import Run, metrics
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
