@@ -5,7 +5,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-
 from whole_runs import Run
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]

@@ -5,7 +5,6 @@ import re
 import signal
 
 import pytest
-
 from whole_runs import Run
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]

@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 
 import pytest
-
 from whole_runs import Run, metrics
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]

@@ -1,7 +1,6 @@
 """A run that was killed goes on as if nothing had happened, bitwise, and leaves nothing behind."""
 
 import pytest
-
 from whole_runs import Run, metrics
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
