@@ -1,6 +1,6 @@
 """`make quickstart`: makes the assets, shows the two training commands and runs them, and tries the trained model.
 
-    python -m examples.quickstart [--folder runs/quickstart] [--steps 100] [--show]
+    python -m examples.quickstart [--folder runs/quickstart] [--steps 200] [--show]
 
 An interrupted run goes on from its last commit; `rm -r runs/quickstart` starts afresh.
 """

@@ -9,7 +9,7 @@ from pathlib import Path
 __all__ = ["grpo_flags", "sft_flags", "shown"]
 
 SFT_STEPS = 100
-GRPO_STEPS = 120
+GRPO_STEPS = 200
 
 _ADAM = ("--lr-decay-style", "constant", "--adam-beta2", "0.95", "--weight-decay", "0.01", "--clip-grad", "1.0")
 
