@@ -62,4 +62,4 @@ def test_data_parallel_trainers_in_a_cluster_that_was_there_before(flags, tmp_pa
     assert run.wait() == 0, run.output[-3000:]
     assert_agreement(tmp_path / "run", 2)
     assert process.poll() is None  # the cluster is not ours to end
-    run.assert_nothing_left()
+    run.assert_nothing_left(ports=False)

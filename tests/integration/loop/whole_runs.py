@@ -12,6 +12,8 @@ import time
 import uuid
 from pathlib import Path
 
+import psutil
+
 ROOT = Path(__file__).parents[3]
 MARK = "VIME_TEST_RUN"  # in the environment of a run and so of every process that it starts
 
@@ -23,6 +25,7 @@ class Run:
         self.mark = uuid.uuid4().hex
         self.log = log
         self.segments_before = set(os.listdir("/dev/shm"))
+        self.ports_before = _listening_ports()
         env = env or {}
         path = os.pathsep.join(filter(None, [env.get("PYTHONPATH"), str(Path(__file__).parent)]))  # our hooks, and the test's
         with log.open("wb") as out:
@@ -74,14 +77,24 @@ class Run:
                 continue
         return found
 
-    def assert_nothing_left(self, seconds: float = 30.0) -> None:
-        """No process and no shared-memory segment of the run is left, at the latest after `seconds`."""
+    def assert_nothing_left(self, seconds: float = 30.0, *, ports: bool = True) -> None:
+        """No process, shared-memory segment or listening port of the run is left, at the latest after `seconds`.
+
+        Without `ports` where a cluster that is not the run's opens ports of its own meanwhile.
+        """
         end = time.monotonic() + seconds
         while (left := self.processes()) and time.monotonic() < end:
             time.sleep(0.2)  # other processes are ending
         assert not left, f"processes left: {left}"
         left_segments = set(os.listdir("/dev/shm")) - self.segments_before - _segments_in_use()
         assert not left_segments, f"left in /dev/shm: {left_segments}"
+        left_ports = _listening_ports() - self.ports_before if ports else set()
+        assert not left_ports, f"ports that somebody still listens on: {left_ports}"
+
+
+def _listening_ports() -> set[int]:
+    """TCP ports of this machine on which a process listens."""
+    return {connection.laddr.port for connection in psutil.net_connections("tcp") if connection.status == psutil.CONN_LISTEN}
 
 
 def _segments_in_use() -> set[str]:
