@@ -1,66 +1,77 @@
-"""`vime`: the console script. `vime train <flags>` parses, checks, starts the run and cleans up behind it.
-
-Heavy imports wait until the command line is known to be right: `vime --help` answers at once.
-"""
+"""`vime`: the console script. A table of commands; each is imported when it is called, so that `vime --help` answers at once."""
 
 from __future__ import annotations
 
-import os
-import signal
+import difflib
+import importlib
 import sys
 from collections.abc import Sequence
-from types import FrameType
-from typing import NoReturn
+from dataclasses import dataclass
 
 from vime import __version__
 from vime.errors import ConfigError, VimeError
 
-__all__ = ["main"]
+__all__ = ["COMMANDS", "Command", "main"]
 
-USAGE = """usage: vime <command> [flags]
 
-  train       train a model: rollout, training and weight sync in one loop
-  version     print the version
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """One command: `target` is "module:function" of a function (argv without the command's name) -> exit code.
 
-`vime train --help` lists the flags. `python train.py <flags>` is the same as `vime train <flags>`."""
+    It may raise VimeError, OSError and KeyboardInterrupt: they are told here, without a traceback.
+    """
+
+    help: str
+    target: str
+    resumes: bool = False  # what was interrupted goes on when the same command is given again
+
+
+COMMANDS: dict[str, Command] = {
+    "train": Command(
+        help="train a model: rollout, training and weight sync in one loop",
+        target="vime.cli.launch:main",
+        resumes=True,
+    ),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the process's exit code: 0 done, 1 failed, 2 wrong command line, 130 interrupted."""
     args = list(sys.argv[1:] if argv is None else argv)
     if not args or args[0] in ("-h", "--help", "help"):
-        print(USAGE)
+        print(usage())
         return 0
     if args[0] in ("version", "--version"):
         print(f"vime {__version__}")
         return 0
-    if args[0] != "train":
-        print(f"vime: unknown command '{args[0]}'.\n\n{USAGE}", file=sys.stderr)
+    if args[0] not in COMMANDS:
+        near = difflib.get_close_matches(args[0], COMMANDS, n=1)
+        hint = f" Did you mean '{near[0]}'?" if near else ""
+        print(f"vime: unknown command '{args[0]}'.{hint}\n\n{usage()}", file=sys.stderr)
         return 2
-    return _train(args[1:])
+    return _run(COMMANDS[args[0]], args[1:])
 
 
-def _train(argv: list[str]) -> int:
-    from vime.config.parse import help_text
-    from vime.utils.arguments import parse_args, print_config
+def usage() -> str:
+    """The commands, one line each."""
+    rows = [*((name, command.help) for name, command in COMMANDS.items()), ("version", "print the version")]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(
+        [
+            "usage: vime <command> [flags]",
+            "",
+            *(f"  {name:<{width}}  {text}" for name, text in rows),
+            "",
+            "`vime train --help` lists the flags. `python train.py <flags>` is the same as `vime train <flags>`.",
+        ]
+    )
 
-    if "--help" in argv or "-h" in argv:
-        print(help_text())
-        return 0
-    show_only = "--print-config" in argv
-    argv = [token for token in argv if token != "--print-config"]
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # users' hooks live where they start the run
+
+def _run(command: Command, argv: list[str]) -> int:
+    """Call a command and tell its errors; exit code."""
     try:
-        config = parse_args(argv)
-        if show_only:
-            print(print_config(config))
-            return 0
-        from vime.cli.train import train
-
-        for number in (signal.SIGINT, signal.SIGTERM):  # after the import of Ray, which sets a handler of its own
-            signal.signal(number, _interrupt)
-        train(config)
+        module, _, function = command.target.partition(":")
+        return int(getattr(importlib.import_module(module), function)(argv))
     except ConfigError as error:
         print(f"vime: the command line has {len(error.problems)} problem{'s' * (len(error.problems) > 1)}.\n{error}", file=sys.stderr)
         return error.exit_code
@@ -68,22 +79,13 @@ def _train(argv: list[str]) -> int:
         print(f"vime: {type(error).__name__}: {error}", file=sys.stderr)
         return error.exit_code
     except OSError as error:
-        print(
-            f"vime: {type(error).__name__}: {error}. Mend that and run the same command again: it resumes from the last commit.",
-            file=sys.stderr,
-        )
+        again = " Mend that and run the same command again: it resumes from the last commit." if command.resumes else ""
+        print(f"vime: {type(error).__name__}: {error}.{again}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("vime: interrupted; the run has been ended. The same command resumes from the last commit.", file=sys.stderr)
+        again = "; the run has been ended. The same command resumes from the last commit" if command.resumes else ""
+        print(f"vime: interrupted{again}.", file=sys.stderr)
         return 130
-    return 0
-
-
-def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
-    """End the run; further signals are ignored, so that they cannot cut the clean-up short."""
-    for each in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(each, signal.SIG_IGN)
-    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

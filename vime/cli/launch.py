@@ -1,0 +1,45 @@
+"""`vime train <flags>`: parse, check, start the run and clean up behind it.
+
+Heavy imports wait until the command line is known to be right: `vime train --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from types import FrameType
+from typing import NoReturn
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `vime train`; exit code 0. Raises VimeError, OSError, KeyboardInterrupt."""
+    from vime.config.parse import help_text
+    from vime.utils.arguments import parse_args, print_config
+
+    if "--help" in argv or "-h" in argv:
+        print(help_text())
+        return 0
+    flags = [token for token in argv if token != "--print-config"]
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # users' hooks live where they start the run
+    config = parse_args(flags)
+    if len(flags) < len(argv):
+        print(print_config(config))
+        return 0
+    from vime.cli.train import train
+
+    for number in (signal.SIGINT, signal.SIGTERM):  # after the import of Ray, which sets a handler of its own
+        signal.signal(number, _interrupt)
+    train(config)
+    return 0
+
+
+def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    """End the run; further signals are ignored, so that they cannot cut the clean-up short."""
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.SIG_IGN)
+    raise KeyboardInterrupt
