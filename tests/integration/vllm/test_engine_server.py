@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import psutil
@@ -18,13 +17,11 @@ pytestmark = pytest.mark.integration
 def test_a_bad_model_folder_ends_the_start_with_the_log(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text('{"architectures": ["NoSuchModel"], "model_type": "no_such_model"}')
-    begun = time.monotonic()
     server = EngineServer(engine_config(tmp_path / "model"), index=3, log_path=tmp_path / "engine.log", run_id="bad")
     tree = [psutil.Process(server.pid)]
     with pytest.raises(EngineError, match=r"engine 3 of run bad ended with status \d+ before it was ready") as caught:
         server.wait_healthy(START_SECONDS)
     assert "no_such_model" in str(caught.value)
-    assert time.monotonic() - begun < START_SECONDS / 2
     server.stop()
     assert not any(process.is_running() for process in tree)
 

@@ -172,8 +172,8 @@ def test_too_many_failures_in_a_row_end_the_run_with_the_last_cause(model_dir: P
 
 
 def test_a_deadline_names_the_step_and_how_far_it_came(model_dir: Path, tokenizer: Any, prompts: Path) -> None:
-    flags = {"custom_generate_function_path": f"{HERE}.never_returns", "rollout_deadline": 1.0}
-    with pytest.raises(DeadlineError, match=r"rollout step 3 did not finish 'generate' within 1 s .*3 of 4 groups"):
+    flags = {"custom_generate_function_path": f"{HERE}.never_returns", "rollout_deadline": 4.0}
+    with pytest.raises(DeadlineError, match=r"rollout step 3 did not finish 'generate' within 4 s .*3 of 4 groups"):
         Rollout(model_dir, prompts, echo(tokenizer), **flags)
 
 
@@ -224,7 +224,7 @@ def test_evaluation_leaves_out_and_counts_what_could_not_be_had(model_dir: Path,
 
 
 def test_an_evaluation_that_takes_too_long_says_how_far_it_came(model_dir: Path, tokenizer: Any, prompts: Path) -> None:
-    flags = {"custom_generate_function_path": f"{HERE}.never_returns", "rollout_deadline": 1.0}
+    flags = {"custom_generate_function_path": f"{HERE}.never_returns", "rollout_deadline": 4.0}
     with pytest.raises(DeadlineError, match=r"evaluation 'sums' .*7 of 8 prompts"):
         Rollout(model_dir, prompts, echo(tokenizer), evaluation=True, eval_prompt_data=["sums", str(prompts)], **flags)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Any
 
 import pytest
@@ -92,7 +93,7 @@ async def never() -> dict[str, Any]:
 
 
 def test_a_try_without_a_reply_is_followed_by_another() -> None:
-    result, count = run(post_with(lambda body, n: never() if n == 0 else {"b": 2}, timeout=0.5))
+    result, count = run(post_with(lambda body, n: never() if n == 0 else {"b": 2}, timeout=2.0))
     assert result == {"b": 2}
     assert count == 2
 
@@ -101,15 +102,15 @@ def test_tries_that_all_stay_without_a_reply_end_in_a_deadline_error_that_names_
     result, count = run(post_with(lambda body, n: never(), timeout=0.05, max_retries=2))
     assert isinstance(result, DeadlineError)
     assert "127.0.0.1" in str(result)
-    assert "3 tries in 0." in str(result)
+    assert re.search(r"3 tries in \d", str(result))
     assert "0.05 s" in str(result)
     assert count == 3
 
 
 def test_what_the_last_try_met_decides_the_kind_of_error() -> None:
-    result, _ = run(post_with(lambda body, n: web.Response(status=503) if n else never(), timeout=0.5, max_retries=1))
+    result, _ = run(post_with(lambda body, n: web.Response(status=503) if n else never(), timeout=2.0, max_retries=1))
     assert isinstance(result, EngineError)
-    result, _ = run(post_with(lambda body, n: never() if n else web.Response(status=503, text="busy"), timeout=0.5, max_retries=1))
+    result, _ = run(post_with(lambda body, n: never() if n else web.Response(status=503, text="busy"), timeout=2.0, max_retries=1))
     assert isinstance(result, DeadlineError)
     assert "the try before it: HTTP 503: busy" in str(result)
 
