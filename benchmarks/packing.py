@@ -2,12 +2,15 @@
 
     python benchmarks/packing.py [--samples 512] [--dp 8] [--budget 8192] [--median 600] [--sigma 1.0] [--longest 8192]
 
-Four ways to split the same samples, all measured by the same yardsticks:
+Ways to split the same samples, all measured by the same yardsticks:
 
-    padded        arrival order, rows padded to the longest of each micro-batch (no packing)
-    first fit     arrival order dealt round robin to the ranks, packed first-fit into the budget
-    vime, count   --micro-batch-size, packed rows
-    vime, budget  --use-dynamic-batch-size --max-tokens-per-gpu
+    padded         arrival order, rows padded to the longest of each micro-batch (no packing)
+    first fit      arrival order dealt round robin to the ranks, packed first-fit into the budget
+    slime          its published scheme: the whole step packed first-fit into the budget, the fullest packs halved until their
+                   number is a multiple of the ranks, packs dealt round robin, each padded to a multiple of 128 tokens
+    slime balanced the same with --balance-data: packs dealt by Karmarkar-Karp differencing over their estimated cost
+    vime, count    --micro-batch-size, packed rows
+    vime, budget   --use-dynamic-batch-size --max-tokens-per-gpu
 
 Useful tokens: real tokens / token slots that are computed. Budget filled: real tokens / (micro-batches x budget). Imbalance:
 cost of the slowest rank / mean cost - 1; in lockstep: the same when ranks wait for one another after every micro-batch (as with
@@ -17,10 +20,13 @@ expert parallelism), a missing one costing nothing. Costs come from the cost mod
 from __future__ import annotations
 
 import argparse
+import json
 import platform
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 
@@ -60,6 +66,37 @@ def first_fit(lengths: list[int], dp: int, budget: int) -> Plan:
     return plan
 
 
+def slimes_packs(lengths: list[int], dp: int, budget: int) -> list[list[int]]:
+    """First-fit packs of the whole step, halved at the fullest until their number is a multiple of `dp`."""
+    packs = first_fit(lengths, 1, budget)[0]
+    while len(packs) % dp:
+        fullest = max((pack for pack in packs if len(pack) > 1), key=sum)
+        packs.remove(fullest)
+        packs += [fullest[: len(fullest) // 2], fullest[len(fullest) // 2 :]]
+    return packs
+
+
+def round_robin(packs: list[list[int]], dp: int) -> Plan:
+    """The packs dealt in order."""
+    return [packs[rank::dp] for rank in range(dp)]
+
+
+def differenced(packs: list[list[int]], dp: int) -> Plan:
+    """Equally many packs a rank by the largest differencing method (Karmarkar and Karp 1982): k-tuples of one pack each are
+    merged, the heaviest place of one with the lightest of the other, those with the largest spread first."""
+    by_cost = sorted(packs, key=lambda pack: -sum(map(sequence_cost, pack)))
+    tuples = []
+    for at in range(0, len(by_cost), dp):
+        places = [(sum(map(sequence_cost, pack)), [pack]) for pack in by_cost[at : at + dp]]
+        tuples.append(sorted(places, key=lambda place: -place[0]))
+    while len(tuples) > 1:
+        tuples.sort(key=lambda places: places[0][0] - places[-1][0])
+        one, other = tuples.pop(), tuples.pop()
+        merged = [(a + b, x + y) for (a, x), (b, y) in zip(one, reversed(other), strict=True)]
+        tuples.append(sorted(merged, key=lambda place: -place[0]))
+    return [content for _, content in tuples[0]]
+
+
 def ours(lengths: list[int], dp: int, data: DataConfig) -> Plan:
     """What the framework does."""
     samples = [
@@ -80,14 +117,14 @@ def ours(lengths: list[int], dp: int, data: DataConfig) -> Plan:
     ]
 
 
-def measure(name: str, make: Callable[[], Plan], budget: int, *, padded: bool = False) -> None:
-    """One line of figures."""
+def measure(name: str, make: Callable[[], Plan], budget: int, *, padded: bool = False, multiple_of: int = 1) -> dict[str, Any]:
+    """One line of figures, printed and returned."""
     began = time.perf_counter()
     plan = make()
     seconds = time.perf_counter() - began
     micros = [micro for rank in plan for micro in rank]
     real = sum(map(sum, micros))
-    slots = sum(len(micro) * max(micro, default=0) for micro in micros) if padded else real
+    slots = sum(len(micro) * max(micro, default=0) if padded else -(-sum(micro) // multiple_of) * multiple_of for micro in micros)
     most = max(len(rank) for rank in plan)
     costs = [
         [sum(sequence_cost(max(micro) if padded else n) for n in micro) for micro in rank] + [0.0] * (most - len(rank)) for rank in plan
@@ -96,11 +133,21 @@ def measure(name: str, make: Callable[[], Plan], budget: int, *, padded: bool = 
     slowest = max(map(sum, costs))
     lockstep = sum(map(max, zip(*costs, strict=True)))
     print(
-        f"{name:13s} useful tokens {real / slots:6.1%}   budget filled {real / (most * len(plan) * budget):6.1%}   "
+        f"{name:14s} useful tokens {real / slots:6.1%}   budget filled {real / (most * len(plan) * budget):6.1%}   "
         f"micro-batches a rank {min(len(rank) for rank in plan)}-{most}   imbalance {slowest / mean - 1:6.1%}, "
         f"in lockstep {lockstep / mean - 1:6.1%}   "
         f"slowest rank's cost {slowest:10,.0f}   planned in {seconds * 1e3:.0f} ms"
     )
+    return {
+        "way": name,
+        "useful_tokens": real / slots,
+        "budget_filled": real / (most * len(plan) * budget),
+        "micro_batches_a_rank": most,
+        "imbalance": slowest / mean - 1,
+        "imbalance_in_lockstep": lockstep / mean - 1,
+        "slowest_rank_cost": slowest,
+        "planned_in_ms": seconds * 1e3,
+    }
 
 
 def main() -> None:
@@ -110,6 +157,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--median", type=float, default=600.0)
     parser.add_argument("--sigma", type=float, default=1.0)
+    parser.add_argument("--out", help="also write the figures to this JSON file")
     options = parser.parse_args()
     lengths = lengths_of(options)
     quantiles = np.percentile(lengths, [50, 90, 99, 100]).astype(int).tolist()
@@ -118,10 +166,17 @@ def main() -> None:
     )
     print(f"lengths: median, 90 %, 99 %, longest = {quantiles}; {sum(lengths):,} tokens\n")
     dp, budget, size = options.dp, options.budget, options.micro_batch_size
-    measure("padded", lambda: arrival_order(lengths, dp, size), budget, padded=True)
-    measure("first fit", lambda: first_fit(lengths, dp, budget), budget)
-    measure("vime, count", lambda: ours(lengths, dp, DataConfig(micro_batch_size=size)), budget)
-    measure("vime, budget", lambda: ours(lengths, dp, DataConfig(use_dynamic_batch_size=True, max_tokens_per_gpu=budget)), budget)
+    packed = DataConfig(use_dynamic_batch_size=True, max_tokens_per_gpu=budget)
+    rows = [
+        measure("padded", lambda: arrival_order(lengths, dp, size), budget, padded=True),
+        measure("first fit", lambda: first_fit(lengths, dp, budget), budget),
+        measure("slime", lambda: round_robin(slimes_packs(lengths, dp, budget), dp), budget, multiple_of=128),
+        measure("slime balanced", lambda: differenced(slimes_packs(lengths, dp, budget), dp), budget, multiple_of=128),
+        measure("vime, count", lambda: ours(lengths, dp, DataConfig(micro_batch_size=size)), budget),
+        measure("vime, budget", lambda: ours(lengths, dp, packed), budget),
+    ]
+    if options.out:
+        Path(options.out).write_text(json.dumps({"options": vars(options), "length_quantiles": quantiles, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -148,7 +148,7 @@ def _steps(samples: Sequence[TrainSample], data: DataConfig) -> list[list[TrainS
 
 
 def _split(samples: list[TrainSample], dp_size: int, budget: int | None, micro_batch_size: int) -> list[list[list[TrainSample]]]:
-    """Micro-batches of each rank: [dp_size][k][...], none empty, the larger ones first.
+    """Micro-batches of each rank: [dp_size][k][...], none empty, the costlier ones first.
 
     Within a token budget samples of one prompt stay together, so that a trainer can compute the prompt once, unless that takes
     more micro-batches or makes the slowest rank noticeably slower.
@@ -175,6 +175,7 @@ def _deal(units: list[list[TrainSample]], dp_size: int, budget: int | None, micr
     for rank, of in zip(ranks, lengths, strict=True):
         bins = even_bins(of, count, budget=budget, max_items=None if budget is not None else micro_batch_size) if of else []
         contents = [[sample for i in members for sample in units[rank[i]]] for members in bins]
+        contents.sort(key=lambda content: -sum(sequence_cost(s.length) for s in content))  # ranks that wait for one another find equals
         out.append(contents + [[] for _ in range(count - len(contents))])
     return out
 

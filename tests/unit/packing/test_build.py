@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from vime.config.sections import AlgorithmConfig, DataConfig, RewardConfig
 from vime.errors import ConfigError, DataError, GenerationError, RewardError
+from vime.packing.balance import sequence_cost
 from vime.packing.build import FILLER_ID, build_train_batches, packing_metrics
 from vime.types import TrainBatch
 from vime.utils.types import Sample
@@ -224,6 +225,16 @@ def test_metrics_of_a_known_split() -> None:
 def test_a_budget_is_needed_for_dynamic_batches() -> None:
     with pytest.raises(ConfigError, match="--max-tokens-per-gpu"):
         build([sample(0)], DataConfig(use_dynamic_batch_size=True))
+
+
+def test_ranks_train_their_costliest_micro_batches_first() -> None:
+    """Ranks that wait for one another after each micro-batch then wait for one of like cost."""
+    lengths = [30_000, 10_000, 10_000, 9_000, 500, 400, 300, 200] * 4
+    data = DataConfig(use_dynamic_batch_size=True, max_tokens_per_gpu=30_100)
+    for batch in build([sample(i, response=n) for i, n in enumerate(lengths)], data, dp_size=2):
+        costs = [sum(sequence_cost(batch.samples[i].length) for i in micro) for micro in batch.steps[0].micro_batches]
+        assert costs == sorted(costs, reverse=True)
+        assert len(costs) > 2
 
 
 def test_samples_of_one_prompt_stay_in_one_micro_batch() -> None:
