@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from vime.config.fields import flag_specs
-from vime.config.run import SECTIONS, RunConfig
+from vime.config.availability import set_flags
+from vime.config.run import RunConfig
 from vime.config.sections import ROLLOUT_FUNCTION, SFT_FUNCTION
 
 __all__ = ["unused_flags"]
@@ -105,7 +105,7 @@ _UNUSED = (
 
 def unused_flags(config: RunConfig) -> Iterator[str]:
     """One sentence for each setting under which flags of `config` have no effect."""
-    flags = _set_flags(config)
+    flags = {spec.name: spec.flag for spec in set_flags(config)}
     for entry in _UNUSED:
         named = [flags[name] for name in entry.fields if name in flags]
         if named and entry.when(config):
@@ -113,13 +113,3 @@ def unused_flags(config: RunConfig) -> Iterator[str]:
     if config.debug.debug_rollout_only and config.megatron_tokens:
         tokens = " ".join(token for token in config.megatron_tokens if token.startswith("--"))
         yield f"Megatron's {tokens}: no effect with --debug-rollout-only, which starts no trainer: leave one of them out."
-
-
-def _set_flags(config: RunConfig) -> dict[str, str]:
-    """field name -> flag, of the fields that were typed or that differ from their default."""
-    return {
-        spec.name: spec.flag
-        for section, cls in SECTIONS.items()
-        for spec in flag_specs(cls)
-        if spec.name in config.given or getattr(getattr(config, section), spec.name) != spec.default
-    }

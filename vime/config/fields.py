@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING, dataclass, field, fields
+from collections.abc import Iterator
+from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any
 
 __all__ = ["FlagSpec", "flag_specs", "opt"]
@@ -10,14 +11,14 @@ __all__ = ["FlagSpec", "flag_specs", "opt"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlagSpec:
-    """What the command line needs to know of one field."""
+    """What the command line needs to know of one flag."""
 
     name: str  # the field's name; the flag is --name with dashes unless `flag` says otherwise
     doc: str
     default: Any
     type: type  # bool, int, float, str or dict (JSON)
     flag: str
-    negated: bool = False  # the flag switches the field off (--disable-...)
+    negated: bool = False  # the flag switches the field off (--disable-..., --no-...)
     many: bool = False  # takes one or more values
     choices: tuple[str, ...] | None = None
     ge: float | None = None
@@ -25,10 +26,15 @@ class FlagSpec:
     le: float | None = None
     megatron: str | None = None  # handed on to Megatron's parser under this flag
     required: bool = False
+    not_yet: str | None = None  # nothing reads the field yet: what is missing, and what to use instead
+    choices_not_yet: tuple[str, ...] = ()  # those of `choices` that are not built yet
 
 
 def opt(default: Any, doc: str, **meta: Any) -> Any:
-    """A field of a section: default, one line of documentation, and optional bounds (ge, gt, le, choices, ...)."""
+    """A field of a section: default, one line of documentation, and optional bounds (ge, gt, le, choices, ...).
+
+    With `type=bool` and default None the field has two flags, --x and --no-x; None is for whoever resolves the default.
+    """
     meta = {"doc": doc, **meta}
     if isinstance(default, dict | list):
         return field(default_factory=lambda: type(default)(default), metadata=meta)
@@ -37,7 +43,10 @@ def opt(default: Any, doc: str, **meta: Any) -> Any:
 
 def flag_specs(section: type) -> list[FlagSpec]:
     """The flags of one section class, in the order of its fields."""
-    specs = []
+    return list(_specs(section))
+
+
+def _specs(section: type) -> Iterator[FlagSpec]:
     for f in fields(section):
         meta = dict(f.metadata)
         if "doc" not in meta:
@@ -47,5 +56,7 @@ def flag_specs(section: type) -> list[FlagSpec]:
             default = f.default_factory()
         kind = meta.pop("type", None) or (type(default) if default is not None else str)
         flag = meta.pop("flag", None) or "--" + f.name.replace("_", "-")
-        specs.append(FlagSpec(name=f.name, default=default, type=kind, flag=flag, **meta))
-    return specs
+        spec = FlagSpec(name=f.name, default=default, type=kind, flag=flag, **meta)
+        yield spec
+        if kind is bool and default is None:
+            yield replace(spec, flag="--no-" + flag.removeprefix("--"), negated=True)

@@ -9,6 +9,7 @@ import os
 import string
 from collections.abc import Iterator
 
+from vime.config.availability import not_available
 from vime.config.effects import unused_flags
 from vime.config.run import RunConfig
 from vime.config.sections import ROLLOUT_FUNCTION, SFT_FUNCTION
@@ -17,24 +18,19 @@ from vime.errors import ConfigError
 __all__ = ["check_rules"]
 
 
-def check_rules(config: RunConfig) -> None:
-    """Raise ConfigError with every rule that `config` breaks."""
-    problems = [problem for rule in _RULES for problem in rule(config)]
+def check_rules(config: RunConfig, *, planned: bool = False) -> None:
+    """Raise ConfigError with every rule that `config` breaks.
+
+    With `planned` True a run may ask for what is not available yet: planning is arithmetic.
+    """
+    rules = _RULES if planned else (not_available, *_RULES)
+    problems = [problem for rule in rules for problem in rule(config)]
     if problems:
         raise ConfigError(*problems)
 
 
 def _placement(config: RunConfig) -> Iterator[str]:
-    cluster = config.cluster
-    if cluster.device == "cuda":
-        yield "--device cuda is not available yet: leave it out, and everything computes on the CPU."
-    if cluster.colocate:
-        yield "--colocate is not available yet: it is for GPUs. On the CPU, engines and trainers share the cores without it."
-    if cluster.actor_num_nodes > 1:
-        yield "--actor-num-nodes above 1 is not available yet. Use --actor-num-gpus-per-node for several trainer processes."
-    if cluster.rollout_num_gpus_per_engine > 1:
-        yield "--rollout-num-gpus-per-engine above 1 is not available yet: on CPU an engine has one worker. Start more engines instead."
-    total = cluster.rollout_num_gpus
+    total = config.cluster.rollout_num_gpus
     if total == 0 and not config.debug.debug_train_only:
         yield "--rollout-num-gpus 0 starts no engine: use 1 or more, or --debug-train-only."
     world, model = config.actor_world_size, 1
@@ -111,9 +107,9 @@ def _rollout(config: RunConfig) -> Iterator[str]:
     if context is not None and rollout.rollout_max_prompt_len is not None and rollout.rollout_max_prompt_len >= context:
         length = rollout.rollout_max_prompt_len
         yield f"--rollout-max-prompt-len {length} leaves no room for a response in --rollout-max-context-len {context}."
-    if (config.engine.vllm_router_ip is None) != (config.engine.vllm_router_port is None):
+    if (config.router.vllm_router_ip is None) != (config.router.vllm_router_port is None):
         yield "--vllm-router-ip and --vllm-router-port go together."
-    if config.engine.vllm_router_ip is not None and config.router_tokens:
+    if config.router.vllm_router_ip is not None and config.router_tokens:
         yield "--router-... configures the router that the run starts, but --vllm-router-ip names one that runs already: leave one out."
 
 

@@ -69,9 +69,9 @@ class RolloutManager(WatchedActor):
 
     def connect(self, engine_urls: list[str]) -> None:
         """Start the router in front of the engines, or take the one that the user named."""
-        engine = self._config.engine
-        if engine.vllm_router_ip is not None and engine.vllm_router_port is not None:
-            self._router = ExternalRouter(engine.vllm_router_ip, engine.vllm_router_port, engine_urls)
+        given = self._config.router
+        if given.vllm_router_ip is not None and given.vllm_router_port is not None:
+            self._router = ExternalRouter(given.vllm_router_ip, given.vllm_router_port, engine_urls)
         else:
             router = RouterServer(engine_urls, router_tokens=self._config.router_tokens, log_path=self._log_dir / "router.log")
             self._router = router

@@ -1,0 +1,66 @@
+"""The trainer: optimizer, memory, what is trained, Megatron hooks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vime.config.fields import opt
+
+__all__ = ["TrainingConfig"]
+
+HOOK = "the trainer calls no hook there. Leave it out."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingConfig:
+    """The optimizer's main knobs; every other Megatron flag is accepted under its own name."""
+
+    lr: float = opt(1e-6, "Learning rate.", ge=0, megatron="--lr")
+    clip_grad: float = opt(1.0, "Clip the gradient's norm.", ge=0, megatron="--clip-grad")
+    seed: int = opt(1234, "Seed of everything in the trainer.", megatron="--seed")
+    train_threads: int | None = opt(
+        None, "CPU threads of one trainer process; default: cores shared evenly among the trainers.", type=int, ge=1
+    )
+    only_train_params_name_list: list[str] = opt(
+        [],
+        "Regular expressions of the parameters to train; all others are frozen.",
+        many=True,
+        type=str,
+        not_yet="all weights are trained. Leave it out.",
+    )
+    freeze_params_name_list: list[str] = opt(
+        [], "Regular expressions of the parameters to freeze.", many=True, type=str, not_yet="all weights are trained. Leave it out."
+    )
+    reset_optimizer_states: bool = opt(
+        False, "Clear the optimizer's moments before each rollout step.", not_yet="the moments are kept. Leave it out."
+    )
+    use_stateless_adam: bool = opt(
+        False, "Adam whose moments live for one rollout step only.", not_yet="the moments are kept. Leave it out."
+    )
+    log_probs_chunk_size: int = opt(
+        -1,
+        "Rows of logits that are turned into log-probs at a time; -1 = all.",
+        ge=-1,
+        not_yet="lower --max-tokens-per-gpu to save memory.",
+    )
+    recompute_loss_function: bool = opt(
+        False,
+        "Compute the loss once more in the backward pass instead of keeping its intermediates.",
+        not_yet="lower --max-tokens-per-gpu to save memory.",
+    )
+    enable_mtp_training: bool = opt(
+        False, "Train the multi-token-prediction layers, too.", not_yet="models are trained without such layers. Leave it out."
+    )
+    custom_megatron_init_path: str | None = opt(None, "Called once Megatron is initialised: fn(args).", type=str, not_yet=HOOK)
+    custom_megatron_before_log_prob_hook_path: str | None = opt(
+        None, "Called before a log-prob pass: fn(args, model, store_prefix).", type=str, not_yet=HOOK
+    )
+    custom_megatron_before_train_step_hook_path: str | None = opt(
+        None,
+        "Called before an optimizer step: fn(args, rollout_id, step_id, model, optimizer, opt_param_scheduler).",
+        type=str,
+        not_yet=HOOK,
+    )
+    rollout_data_postprocess_path: str | None = opt(
+        None, "Called when log-probs and advantages are there: fn(args, rollout_id, rollout_data).", type=str, not_yet=HOOK
+    )
