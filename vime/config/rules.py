@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from vime.config.availability import not_available
 from vime.config.effects import unused_flags
 from vime.config.run import RunConfig
-from vime.config.sections import ROLLOUT_FUNCTION, SFT_FUNCTION
+from vime.config.sections import DATA_SOURCE, ROLLOUT_FUNCTION, SFT_FUNCTION
 from vime.errors import ConfigError
 
 __all__ = ["check_rules"]
@@ -136,7 +136,7 @@ def _files(config: RunConfig) -> Iterator[str]:
             yield f"{flag} '{path}' is not a folder. Give a local folder (nothing is downloaded)."
     if config.model.hf_checkpoint is None:
         yield "--hf-checkpoint is required: the Hugging Face model folder to start from."
-    if config.data.prompt_data is None and config.data.num_rollout != 0:
+    if config.data.prompt_data is None and config.data.data_source_path == DATA_SOURCE and config.data.num_rollout != 0:
         yield "--prompt-data is required: the .jsonl file with the prompts."
     prompts = [config.data.prompt_data] if config.data.prompt_data else []
     for path in prompts + config.eval.eval_prompt_data[1::2]:

@@ -79,3 +79,9 @@ def test_a_folder_name_may_hold_the_rollout_id(valid, template):
 
 def test_one_sample_a_prompt_is_enough_for_a_reward_processing_of_ones_own(valid):
     check_rules(change(valid, n_samples_per_prompt=1, custom_reward_post_process_path="a.b"))
+
+
+def test_prompts_are_needed_by_our_own_data_source_only(valid):
+    with pytest.raises(ConfigError, match="--prompt-data is required"):
+        check_rules(change(valid, prompt_data=None))
+    check_rules(change(valid, prompt_data=None, data_source_path="a.B"))

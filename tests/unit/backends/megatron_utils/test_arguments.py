@@ -17,6 +17,7 @@ from vime.backends.megatron_utils import arguments
 from vime.backends.megatron_utils.bootstrap import Platform
 from vime.backends.megatron_utils.convert.registry import model_ops, model_shape
 from vime.config import sections as s
+from vime.config.renamed import MEGATRON
 from vime.config.run import RunConfig
 from vime.errors import ConfigError
 
@@ -156,3 +157,8 @@ def test_the_module_writes_nothing_but_its_problems_and_exits_with_2() -> None:
     assert done.returncode == 2
     assert done.stdout == ""
     assert [line.split()[0] for line in done.stderr.splitlines()] == ["--data-path", "--num-experts:"]
+
+
+def test_the_flags_that_slime_declares_anew_are_megatrons() -> None:
+    options = {option for action in arguments.build_parser()._actions for option in action.option_strings}
+    assert options >= MEGATRON
