@@ -33,8 +33,9 @@ def without_times(metrics: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if not name.startswith("perf/")}
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
-@pytest.mark.parametrize("layout", ["tp2", "sp2"])
+@pytest.mark.parametrize(
+    ("family", "layout"), [(f, x) for f in ("qwen3", "qwen2", "llama") for x in ("tp2", "sp2")] + [("qwen3_moe", "sp2")]
+)
 def test_tensor_parallel_two_equals_one_process(results: Results, family: str, layout: str) -> None:
     one, two = results(f"{family}_1"), results(f"{family}_{layout}")
     assert losses(two) == pytest.approx(losses(one), abs=1e-6)

@@ -25,7 +25,7 @@ from vime.backends.megatron_utils import bootstrap
 from vime.backends.megatron_utils.arguments import resolve
 from vime.backends.megatron_utils.checkpoint import load_state, save_state
 from vime.backends.megatron_utils.convert.registry import model_ops, model_shape
-from vime.backends.megatron_utils.convert.transfer import hf_buckets, load_hf_weights
+from vime.backends.megatron_utils.convert.transfer import HFWeights, Ranks, load_hf_weights
 from vime.backends.megatron_utils.loss import loss_from_logits, packed_log_probs
 from vime.backends.megatron_utils.model import build_model, transformer_config
 from vime.backends.megatron_utils.optimizer import build_optimizer, build_schedule, wrap_data_parallel
@@ -73,6 +73,7 @@ class MegatronTrainer:
         self._model_config = transformer_config(args)
         model = build_model(args, self._model_config)
         self._fill(model, config.model.hf_checkpoint)
+        self._weights = HFWeights([model], self._ops, self._ranks)
         self._model = wrap_data_parallel(args, self._model_config, model)
         self._optimizer = build_optimizer(args, self._model_config, self._model)
         self._schedule = build_schedule(args, config.data, self._optimizer)
@@ -161,14 +162,7 @@ class MegatronTrainer:
         """
         with self._watched("gather the weights"):
             self._settle_parameters()
-            yield from hf_buckets(
-                self._model.module,
-                self._ops,
-                bucket_bytes=bucket_bytes,
-                group=self._tp_group,
-                receives=dist.get_rank() == 0,
-                gathers=self.data_parallel_rank == 0,
-            )
+            yield from self._weights.buckets(bucket_bytes)
 
     def save_hf(self, path: str) -> None:
         """Write a Hugging Face folder that `transformers` loads: config, tokenizer files, model.safetensors."""
@@ -211,13 +205,15 @@ class MegatronTrainer:
             self._model.enable_forward_pre_hook()
 
     def _fill(self, model: torch.nn.Module, folder: str) -> None:
-        load_hf_weights(
-            model,
-            folder,
-            self._ops,
-            rank=parallel_state.get_tensor_model_parallel_rank(),
-            size=parallel_state.get_tensor_model_parallel_world_size(),
-            tied=self._shape.tied,
+        load_hf_weights([model], folder, self._ops, ranks=self._ranks, tied=self._shape.tied)
+
+    @property
+    def _ranks(self) -> Ranks:
+        return Ranks(
+            tensor=parallel_state.get_tensor_model_parallel_rank(),
+            tensor_size=parallel_state.get_tensor_model_parallel_world_size(),
+            expert_tensor=parallel_state.get_expert_tensor_parallel_rank(),
+            expert_tensor_size=parallel_state.get_expert_tensor_parallel_world_size(),
         )
 
     def _build_reference(self) -> torch.nn.Module | None:

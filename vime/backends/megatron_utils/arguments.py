@@ -38,6 +38,11 @@ from vime.errors import ConfigError, VimeError
 __all__ = ["build_parser", "check_tokens", "main", "resolve", "shape_arguments"]
 
 log = logging.getLogger(__name__)
+ROPE_KEYS = {  # what may stand in rope_parameters beside rope_theta
+    "default": {"rope_type"},
+    "linear": {"rope_type", "factor"},
+    "llama3": {"rope_type", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
+}
 CPU_PLATFORM = Platform(device=torch.device("cpu"), dtype=torch.float32, backend="gloo")
 
 
@@ -150,6 +155,7 @@ def shape_arguments(shape: ModelShape, *, tensor_parallel: int, divisible_by: in
         "rotary_percent": 1.0,
         "rotary_interleaved": False,
         **_rope_arguments(shape),
+        **_expert_arguments(shape),
         "untie_embeddings_and_output_weights": not shape.tied,
         "max_position_embeddings": shape.max_positions,
         "vocab_size": shape.vocab_size,
@@ -157,9 +163,25 @@ def shape_arguments(shape: ModelShape, *, tensor_parallel: int, divisible_by: in
     }
 
 
+def _expert_arguments(shape: ModelShape) -> dict[str, Any]:
+    experts = shape.experts
+    if experts is None:
+        return {"num_experts": None}
+    return {
+        "num_experts": experts.num_experts,
+        "moe_layer_freq": 1 if all(experts.layers) else [int(mixed) for mixed in experts.layers],
+        "moe_ffn_hidden_size": experts.ffn_size,
+        "moe_router_topk": experts.top_k,
+        "moe_router_score_function": "softmax",
+        "moe_router_pre_softmax": not experts.normalised,
+    }
+
+
 def _rope_arguments(shape: ModelShape) -> dict[str, Any]:
     scaling = dict(shape.rope_scaling)
     kind = scaling.get("rope_type")
+    if unknown := set(scaling) - ROPE_KEYS.get(str(kind), set(scaling)):
+        raise ConfigError(f"{shape.path}: rope_type '{kind}' with {', '.join(sorted(unknown))} is not known.")
     if kind == "default":
         return {"use_rope_scaling": False, "rotary_seq_len_interpolation_factor": None}
     if kind == "linear":

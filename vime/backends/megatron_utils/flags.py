@@ -12,7 +12,8 @@ SHAPE = frozenset(
     "layernorm_epsilon swiglu add_bias_linear add_qkv_bias qk_layernorm position_embedding_type use_rotary_position_embeddings "
     "rotary_base rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor use_rope_scaling rope_scaling_factor "
     "untie_embeddings_and_output_weights max_position_embeddings vocab_size padded_vocab_size make_vocab_size_divisible_by "
-    "layernorm_zero_centered_gamma add_position_embedding".split()
+    "layernorm_zero_centered_gamma add_position_embedding num_experts moe_layer_freq moe_ffn_hidden_size moe_router_topk "
+    "moe_router_score_function moe_router_pre_softmax".split()
 )
 PARALLEL = frozenset(
     "tensor_model_parallel_size sequence_parallel pipeline_model_parallel_size context_parallel_size expert_model_parallel_size "

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -75,7 +76,8 @@ def layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     for layer in spec.layer_specs:
         layer.submodules.input_layernorm = RMSNorm
         layer.submodules.pre_mlp_layernorm = RMSNorm
-        if config.gated_linear_unit and config.activation_func is torch.nn.functional.silu and not config.add_bias_linear:
+        is_moe = getattr(layer.submodules.mlp, "func", None) is MoELayer
+        if not is_moe and config.gated_linear_unit and config.activation_func is torch.nn.functional.silu and not config.add_bias_linear:
             inner = MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear)
             layer.submodules.mlp = partial(GatedMLP.as_mlp_submodule, submodules=inner)
         attention = layer.submodules.self_attention.submodules

@@ -72,6 +72,18 @@ def test_slimes_model_flags_are_accepted_when_they_agree(tmp_path: Path) -> None
     assert resolved(folder_of(tmp_path / "m"), *tokens.split()).num_layers == 3
 
 
+def test_experts_are_those_of_the_folder(tmp_path: Path) -> None:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+    folder = folder_of(tmp_path / "m", architectures=["Qwen3MoeForCausalLM"], mlp_only_layers=[1], **experts)
+    tokens = ["--num-experts", "4", "--moe-layer-freq", "[1,0,1]", "--moe-router-topk", "2", "--moe-ffn-hidden-size", "24"]
+    args = resolved(folder, *tokens)
+    assert (args.num_experts, args.moe_layer_freq, args.moe_router_pre_softmax) == (4, [1, 0, 1], False)
+    with pytest.raises(ConfigError, match="--moe-router-topk 1 contradicts"):
+        resolved(folder, "--moe-router-topk", "1")
+    with pytest.raises(ConfigError, match="--num-experts 8 contradicts"):
+        resolved(folder_of(tmp_path / "dense"), "--num-experts", "8")
+
+
 def test_all_contradictions_are_named_with_both_sources(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         resolved(folder_of(tmp_path / "m"), "--num-layers", "8", "--rotary-base", "10000", "--lr", "0.5", lr=0.1)
@@ -103,7 +115,6 @@ def test_malformed_values_are_refused() -> None:
         (["--pipeline-model-parallel-size", "2"], "not available yet"),
         (["--context-parallel-size", "2"], "not available yet"),
         (["--expert-model-parallel-size", "2"], "not available yet"),
-        (["--num-experts", "8"], "not available yet"),
         (["--data-path", "x"], "no effect here"),
         (["--optimizer", "sgd"], "only adam"),
         (["--attention-backend", "unfused"], "only auto, flash"),
@@ -152,11 +163,11 @@ def test_a_folder_without_its_weights_is_refused(tmp_path: Path, capsys: pytest.
 
 
 def test_the_module_writes_nothing_but_its_problems_and_exits_with_2() -> None:
-    command = [sys.executable, "-m", "vime.backends.megatron_utils.arguments", "--data-path", "x", "--num-experts", "4"]
+    command = [sys.executable, "-m", "vime.backends.megatron_utils.arguments", "--data-path", "x", "--mamba-state-dim", "4"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 2
     assert done.stdout == ""
-    assert [line.split()[0] for line in done.stderr.splitlines()] == ["--data-path", "--num-experts:"]
+    assert [line.split()[0] for line in done.stderr.splitlines()] == ["--data-path", "--mamba-state-dim:"]
 
 
 def test_the_flags_that_slime_declares_anew_are_megatrons() -> None:

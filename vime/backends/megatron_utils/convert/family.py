@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
+from vime.backends.megatron_utils.convert.fields import Fields
 from vime.backends.megatron_utils.convert.ops import Op
 from vime.backends.megatron_utils.convert.shape import ModelShape
 
@@ -17,5 +17,5 @@ class Family:
     """One architecture: how its config.json is read and how its tensors map."""
 
     architecture: str
-    shape: Callable[[Mapping[str, Any], str], ModelShape]  # (config.json, its path)
+    shape: Callable[[Fields], ModelShape]
     ops: Callable[[ModelShape, int], list[Op]]  # (shape, padded vocabulary size)

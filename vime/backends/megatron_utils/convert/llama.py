@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from vime.backends.megatron_utils.convert.dense import dense_ops
 from vime.backends.megatron_utils.convert.family import Family
+from vime.backends.megatron_utils.convert.fields import Fields
 from vime.backends.megatron_utils.convert.shape import ModelShape, common_shape
 
 __all__ = ["FAMILY"]
 
 
-def _shape(config: Mapping[str, Any], path: str) -> ModelShape:
-    return common_shape(config, path, qk_norm=False, qkv_bias=False)
+def _shape(fields: Fields) -> ModelShape:
+    return common_shape(fields, qk_norm=False, qkv_bias=False)
 
 
 FAMILY = Family(architecture="LlamaForCausalLM", shape=_shape, ops=dense_ops)

@@ -6,6 +6,7 @@ Each op knows both names and all shapes. Four functions, each pair inverse to on
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,9 +19,10 @@ __all__ = ["QKV", "Copy", "GateUp", "Op", "Shard", "Vocabulary"]
 class Op:
     """One Megatron parameter and the HF tensors it is made of. The base copies, and every rank holds the whole."""
 
-    megatron: str  # parameter name in Megatron's local spec
+    megatron: str  # parameter name in Megatron's local spec, layers and experts numbered over the whole model
     hf: tuple[str, ...]
     hf_shapes: tuple[tuple[int, ...], ...]
+    is_expert: bool = False  # cut over the expert-tensor-parallel ranks instead of the tensor-parallel ones
 
     def fuse(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """HF tensors, in the order of `hf`, to the whole Megatron parameter."""
@@ -42,6 +44,16 @@ class Op:
     def is_sharded(self) -> bool:
         """Ranks hold different parts."""
         return type(self).shard is not Op.shard
+
+    @property
+    def num_elements(self) -> int:
+        """Of the HF tensors together."""
+        return sum(math.prod(shape) for shape in self.hf_shapes)
+
+    def shard_shape(self, size: int) -> tuple[int, ...]:
+        """The shape of one of `size` shards."""
+        whole = self.fuse([torch.empty(shape, device="meta") for shape in self.hf_shapes])
+        return tuple(self.shard(whole, 0, size).shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,28 +6,32 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from vime.backends.megatron_utils.convert import llama, qwen2, qwen3
+from vime.backends.megatron_utils.convert import llama, qwen2, qwen3, qwen3_moe
 from vime.backends.megatron_utils.convert.family import Family
+from vime.backends.megatron_utils.convert.fields import read_config
 from vime.backends.megatron_utils.convert.ops import Op
-from vime.backends.megatron_utils.convert.shape import ModelShape, read_config
+from vime.backends.megatron_utils.convert.shape import ModelShape
 from vime.errors import CheckpointError
 
 __all__ = ["FAMILIES", "model_ops", "model_shape"]
 
-FAMILIES: Mapping[str, Family] = MappingProxyType({module.FAMILY.architecture: module.FAMILY for module in (llama, qwen2, qwen3)})
+MODULES = (llama, qwen2, qwen3, qwen3_moe)
+FAMILIES: Mapping[str, Family] = MappingProxyType({module.FAMILY.architecture: module.FAMILY for module in MODULES})
 
 
 def model_shape(folder: str | Path) -> ModelShape:
-    """Read the shape of the model in a Hugging Face folder. Raises CheckpointError for a torn folder or an unknown architecture."""
-    config, path = read_config(folder)
-    names = config.get("architectures") or []
-    family = FAMILIES.get(names[0]) if names else None
+    """Read the shape of the model in a Hugging Face folder. Raises CheckpointError for a torn folder, an unknown
+    architecture, and a key that its family does not know."""
+    fields = read_config(folder)
+    family = FAMILIES.get(fields.architecture)
     if family is None:
         raise CheckpointError(
-            f"{path}: architecture {names[0] if names else '(none named)'} is not known. "
-            f"Known are {', '.join(sorted(FAMILIES))}; a new one is one short file under backends/megatron_utils/convert."
+            f"{fields.path}: architecture {fields.architecture} is not known. "
+            f"Known are {', '.join(sorted(FAMILIES))}; a new one is one short file (docs/add_a_model.md)."
         )
-    return family.shape(config, path)
+    shape = family.shape(fields)
+    fields.check_all_read()
+    return shape
 
 
 def model_ops(shape: ModelShape, padded_vocab_size: int) -> list[Op]:

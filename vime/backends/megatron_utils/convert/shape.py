@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from vime.backends.megatron_utils.convert.fields import Fields
 from vime.errors import CheckpointError
 
-__all__ = ["ModelShape", "common_shape", "read_config"]
+__all__ = ["ExpertShape", "ModelShape", "common_shape", "softmax_experts"]
 
-MISSING = object()
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertShape:
+    """The mixtures of experts of a model."""
+
+    num_experts: int
+    top_k: int
+    ffn_size: int  # of one expert
+    layers: tuple[bool, ...]  # which layers are mixtures; the others are dense
+    normalised: bool  # the weights of a token's chosen experts sum to 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """What Megatron needs to know to build a dense decoder. Sizes are of the whole model, before tensor parallelism."""
+    """What Megatron needs to know to build a decoder. Sizes are of the whole model, before tensor parallelism."""
 
     architecture: str  # "Qwen3ForCausalLM"
     path: str  # of config.json, for messages
@@ -27,7 +35,7 @@ class ModelShape:
     num_heads: int
     num_groups: int  # key/value heads
     head_dim: int
-    ffn_size: int
+    ffn_size: int  # of a dense layer
     vocab_size: int  # without padding
     norm_eps: float
     rope_theta: float
@@ -37,66 +45,60 @@ class ModelShape:
     attention_dropout: float
     qk_norm: bool  # RMSNorm on each head of queries and keys
     qkv_bias: bool
+    experts: ExpertShape | None = None  # None: all layers are dense
 
 
-def read_config(folder: str | Path) -> tuple[dict[str, Any], str]:
-    """(the parsed config.json, its path). Raises CheckpointError when it is missing or no JSON object."""
-    path = Path(folder) / "config.json"
-    if not Path(folder).is_dir():
-        raise CheckpointError(
-            f"model folder {folder} does not exist. --hf-checkpoint takes a local folder with config.json and *.safetensors."
-        )
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing: the folder is no complete Hugging Face model. Copy or download it again.") from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON ({error}). Copy or download the folder again.") from None
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{path} holds {type(config).__name__}, expected a JSON object. Copy or download the folder again.")
-    return config, str(path)
-
-
-def common_shape(config: Mapping[str, Any], path: str, *, qk_norm: bool, qkv_bias: bool, needs_head_dim: bool = False) -> ModelShape:
-    """The fields that all dense families name alike. Raises CheckpointError for what is missing or not supported."""
-
-    def get(key: str, default: Any = MISSING) -> Any:
-        value = config.get(key, default)
-        if value is None and default is not MISSING:
-            value = default
-        if value is MISSING or value is None:
-            raise CheckpointError(f"{path} lacks '{key}', which {config.get('architectures')} needs. Copy or download the folder again.")
-        return value
-
-    if (activation := get("hidden_act", "silu")) != "silu":
-        raise CheckpointError(f"{path}: hidden_act '{activation}' is not supported (only 'silu').")
-    if get("use_sliding_window", False):
-        raise CheckpointError(
-            f"{path}: use_sliding_window is not supported. Set it to false if the trained contexts are shorter than the window."
-        )
+def common_shape(fields: Fields, *, qk_norm: bool, qkv_bias: bool, needs_head_dim: bool = False) -> ModelShape:
+    """The fields that all families name alike. Raises CheckpointError for what is missing or not supported."""
+    get, only = fields.get, fields.only
+    only("hidden_act", "silu")
+    only("use_sliding_window", False, why="Set it to false if the trained contexts are shorter than the window.")
+    if "use_sliding_window" in fields:
+        fields.ignore("sliding_window")  # it is off
+    num_layers = int(get("num_hidden_layers"))
+    if other := sorted(set(get("layer_types", [])) - {"full_attention"}):
+        raise CheckpointError(f"{fields.path}: layer_types {other} are not supported (only 'full_attention').")
     for key in ("mlp_bias", "attention_bias"):
-        if get(key, False):
-            raise CheckpointError(f"{path}: {key} is not supported: it puts biases where Megatron's layer has none.")
+        only(key, False, why="It puts biases where Megatron's layer has none.")
     heads, hidden = int(get("num_attention_heads")), int(get("hidden_size"))
-    head_dim = int(get("head_dim") if needs_head_dim else get("head_dim", hidden // heads))
-    scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    scaling.setdefault("rope_type", scaling.pop("type", "default"))
+    theta, scaling = _rope(fields)
     return ModelShape(
-        architecture=config["architectures"][0],
-        path=path,
-        num_layers=int(get("num_hidden_layers")),
+        architecture=fields.architecture,
+        path=fields.path,
+        num_layers=num_layers,
         hidden_size=hidden,
         num_heads=heads,
         num_groups=int(get("num_key_value_heads", heads)),
-        head_dim=head_dim,
+        head_dim=int(get("head_dim") if needs_head_dim else get("head_dim", hidden // heads)),
         ffn_size=int(get("intermediate_size")),
         vocab_size=int(get("vocab_size")),
         norm_eps=float(get("rms_norm_eps", 1e-6)),
-        rope_theta=float(scaling.pop("rope_theta", None) or get("rope_theta", 10000.0)),
-        rope_scaling=MappingProxyType(scaling),
+        rope_theta=theta,
+        rope_scaling=scaling,
         max_positions=int(get("max_position_embeddings")),
         tied=bool(get("tie_word_embeddings", False)),
         attention_dropout=float(get("attention_dropout", 0.0)),
         qk_norm=qk_norm,
         qkv_bias=qkv_bias,
+    )
+
+
+def _rope(fields: Fields) -> tuple[float, Mapping[str, Any]]:
+    """(theta, the other keys of rope_parameters or, before transformers 5, rope_scaling)."""
+    scaling = {**fields.get("rope_scaling", {}), **fields.get("rope_parameters", {})}
+    scaling.setdefault("rope_type", scaling.pop("type", "default"))
+    theta = float(fields.get("rope_theta", 10000.0))
+    return float(scaling.pop("rope_theta", None) or theta), MappingProxyType(scaling)
+
+
+def softmax_experts(fields: Fields) -> ExpertShape:
+    """Experts chosen by softmax, as Qwen names them."""
+    get = fields.get
+    step, dense = int(get("decoder_sparse_step", 1)), set(get("mlp_only_layers", []))
+    return ExpertShape(
+        num_experts=int(get("num_experts", 0) or get("num_local_experts")),  # transformers 5 writes the second name
+        top_k=int(get("num_experts_per_tok")),
+        ffn_size=int(get("moe_intermediate_size")),
+        layers=tuple(i not in dense and (i + 1) % step == 0 for i in range(int(get("num_hidden_layers")))),
+        normalised=bool(get("norm_topk_prob", False)),
     )

@@ -1,8 +1,10 @@
-"""Weights between a Hugging Face folder and a built Megatron model, one parameter at a time."""
+"""Weights between a Hugging Face folder and a built Megatron model, one parameter at a time, in any parallel layout."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -12,22 +14,56 @@ from vime.backends.megatron_utils.convert.folder import HFFolder
 from vime.backends.megatron_utils.convert.ops import Op
 from vime.errors import CheckpointError
 
-__all__ = ["check_hf_weights", "hf_buckets", "load_hf_weights", "parameters_by_name"]
+__all__ = ["HFWeights", "Ranks", "check_hf_weights", "load_hf_weights", "parameters_by_name"]
 
 TRANSFORMER_ENGINE_NAMES = (  # the local spec's name, and where Transformer Engine fuses the norm into the next layer
     (".input_layernorm.weight", ".self_attention.linear_qkv.layer_norm_weight"),
     (".pre_mlp_layernorm.weight", ".mlp.linear_fc1.layer_norm_weight"),
 )
+GROUPED = re.compile(r"\.experts\.(linear_fc[12])\.weight(\d+)$")  # one grouped product for all experts of a rank
+LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+LOCAL_EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+Chunks = Sequence[torch.nn.Module]
 
 
-def parameters_by_name(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """The model's parameters under the local spec's names, whichever spec it was built with."""
-    out = {}
-    for name, parameter in model.named_parameters():
-        for local, fused in TRANSFORMER_ENGINE_NAMES:
-            name = name.replace(fused, local)
-        out[name] = parameter
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """Which shard of a parameter this process holds."""
+
+    tensor: int = 0
+    tensor_size: int = 1
+    expert_tensor: int = 0
+    expert_tensor_size: int = 1
+
+    def of(self, op: Op) -> tuple[int, int]:
+        """(which, of how many)."""
+        return (self.expert_tensor, self.expert_tensor_size) if op.is_expert else (self.tensor, self.tensor_size)
+
+
+def parameters_by_name(chunks: Chunks) -> dict[str, torch.Tensor]:
+    """The weights of a rank's model chunks under the local spec's names, whichever spec they were built with.
+
+    Layers and experts are numbered over the whole model, whatever pipeline stage and expert-parallel rank this is.
+    """
+    out: dict[str, torch.Tensor] = {}
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            out[_global_name(chunk, name)] = parameter
     return out
+
+
+def _global_name(chunk: torch.nn.Module, name: str) -> str:
+    for local, fused in TRANSFORMER_ENGINE_NAMES:
+        name = name.replace(fused, local)
+    name = GROUPED.sub(r".experts.local_experts.\2.\1.weight", name)
+    if (found := LAYER.match(name)) is None:
+        return name
+    layer = chunk.get_submodule(found.group(0)[:-1])
+    if (expert := LOCAL_EXPERT.search(name)) is not None:
+        number = layer.mlp.local_expert_indices[int(expert.group(1))]  # type: ignore[union-attr, index]
+        name = f"{name[: expert.start()]}.local_experts.{number}.{name[expert.end() :]}"
+    return f"decoder.layers.{layer.layer_number - 1}.{name[found.end() :]}"  # type: ignore[operator]
 
 
 def check_hf_weights(folder: str | Path, ops: Sequence[Op], *, tied: bool) -> None:
@@ -39,54 +75,111 @@ def check_hf_weights(folder: str | Path, ops: Sequence[Op], *, tied: bool) -> No
                 source.check(name, shape)
 
 
+def _own_parameters(chunks: Chunks, ops: Sequence[Op]) -> list[list[torch.Tensor]]:
+    """For each op the parameters that it fills here: none where another rank holds it, two where a stage ties a copy of the embedding."""
+    parameters = parameters_by_name(chunks)
+    known = {op.megatron for op in ops}
+    tied = "output_layer.weight" in parameters and "output_layer.weight" not in known
+    unknown = sorted(set(parameters) - known - ({"output_layer.weight"} if tied else set()))
+    if unknown:
+        raise CheckpointError(f"the model has parameters that the op list of its family does not fill: {', '.join(unknown[:10])}.")
+    out = []
+    for op in ops:
+        names = [op.megatron] + (["output_layer.weight"] if tied and op.megatron == "embedding.word_embeddings.weight" else [])
+        out.append([parameters[name] for name in names if name in parameters])
+    return out
+
+
 @torch.no_grad()
-def load_hf_weights(model: torch.nn.Module, folder: str | Path, ops: Sequence[Op], *, rank: int, size: int, tied: bool) -> None:
-    """Fill this rank's shard of `model` from a folder. `rank` and `size` are tensor-parallel.
+def load_hf_weights(chunks: Chunks, folder: str | Path, ops: Sequence[Op], *, ranks: Ranks, tied: bool) -> None:
+    """Fill this rank's part of the model from a folder; only the tensors that it needs are read.
 
     Raises CheckpointError for a torn folder, and for weights that do not fill the model exactly.
     """
-    parameters = parameters_by_name(model)
-    unknown = sorted(set(parameters) - {op.megatron for op in ops})
-    if unknown:
-        raise CheckpointError(f"the model has parameters that no tensor of {folder} fills: {', '.join(unknown)}.")
+    own = _own_parameters(chunks, ops)
     check_hf_weights(folder, ops, tied=tied)
     with HFFolder(folder) as source:
-        for op in ops:
-            whole = op.fuse([source.tensor(name, shape) for name, shape in zip(op.hf, op.hf_shapes, strict=True)])
-            parameters[op.megatron].copy_(op.shard(whole, rank, size))
+        for op, parameters in zip(ops, own, strict=True):
+            if parameters:
+                whole = op.fuse([source.tensor(name, shape) for name, shape in zip(op.hf, op.hf_shapes, strict=True)])
+                for parameter in parameters:
+                    parameter.copy_(op.shard(whole, *ranks.of(op)))
 
 
-@torch.no_grad()
-def hf_buckets(
-    model: torch.nn.Module, ops: Sequence[Op], *, bucket_bytes: int, group: dist.ProcessGroup | None, receives: bool, gathers: bool
-) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """The weights under Hugging Face names, gathered over the tensor-parallel `group`, in buckets of about `bucket_bytes`.
+class HFWeights:
+    """The weights of a built model under Hugging Face names, gathered from all ranks. Building it is collective.
 
-    Collective: every rank must exhaust it, and all see the same number of buckets. Only the rank with `receives` gets
-    tensors (copies, padding removed), others get empty lists; ranks without `gathers` (other data-parallel replicas) send nothing.
+    Which rank holds what is settled once, here; the values are read anew each time.
     """
-    parameters = parameters_by_name(model)
-    bucket: list[tuple[str, torch.Tensor]] = []
-    filled = 0
-    for op in ops:
-        parameter = parameters[op.megatron].detach()
-        if receives or gathers:
-            whole = _gather(op, parameter, group, receives)
+
+    def __init__(self, chunks: Chunks, ops: Sequence[Op], ranks: Ranks) -> None:
+        self._ops, self._ranks = ops, ranks
+        self._own = [parameters[0] if parameters else None for parameters in _own_parameters(chunks, ops)]
+        alone = not dist.is_initialized() or dist.get_world_size() == 1
+        self._rank = 0 if alone else dist.get_rank()
+        self._device = next(p.device for p in self._own if p is not None)
+        row = [ranks.tensor, ranks.expert_tensor, *(0 if p is None else DTYPES.index(p.dtype) + 1 for p in self._own)]
+        mine = torch.tensor(row, dtype=torch.int32, device=self._device)
+        rows = [mine]
+        if not alone:
+            rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+            dist.all_gather(rows, mine)
+        self._table = torch.stack(rows).cpu()
+        self._shapes: dict[tuple[object, ...], tuple[int, ...]] = {}
+        for number, op in enumerate(ops):
+            if not self._table[:, 2 + number].any():
+                raise CheckpointError(
+                    f"no rank holds the parameter '{op.megatron}': the model was built of other layers than its family's."
+                )
+
+    @torch.no_grad()
+    def buckets(self, bucket_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        """(name, tensor) pairs in buckets of about `bucket_bytes`, without vocabulary padding.
+
+        Collective: every rank must exhaust it, and all see the same number of buckets. Rank 0 gets the tensors (copies), the
+        others get empty lists; of equal replicas the one with the lowest rank sends.
+        """
+        bucket: list[tuple[str, torch.Tensor]] = []
+        filled = 0
+        for number, op in enumerate(self._ops):
+            whole = self._gather(number, op)
             if whole is not None:
                 bucket += [(name, part.contiguous()) for name, part in zip(op.hf, op.split(whole), strict=True)]
-        filled += sum(torch.Size(shape).numel() for shape in op.hf_shapes) * parameter.element_size()
-        if filled >= bucket_bytes:
+            filled += op.num_elements * self._dtype(number).itemsize
+            if filled >= bucket_bytes:
+                yield bucket
+                bucket, filled = [], 0
+        if filled:
             yield bucket
-            bucket, filled = [], 0
-    if filled:
-        yield bucket
 
+    def _dtype(self, number: int) -> torch.dtype:
+        return DTYPES[int(self._table[:, 2 + number].max()) - 1]
 
-def _gather(op: Op, parameter: torch.Tensor, group: dist.ProcessGroup | None, receives: bool) -> torch.Tensor | None:
-    """The whole Megatron parameter on the receiving rank; None elsewhere."""
-    size = dist.get_world_size(group) if group is not None else 1
-    if size == 1 or not op.is_sharded:
-        return parameter.clone() if receives else None
-    shards = [torch.empty_like(parameter) for _ in range(size)] if receives else None
-    dist.gather(parameter.contiguous(), shards, group=group, group_dst=0)
-    return op.merge(shards) if shards is not None else None
+    def _gather(self, number: int, op: Op) -> torch.Tensor | None:
+        """The whole Megatron parameter of op `number` on rank 0; None elsewhere."""
+        size = self._ranks.of(op)[1] if op.is_sharded else 1
+        held = self._table[:, 2 + number] > 0
+        shards = []
+        for shard in range(size):
+            holders = held & (self._table[:, int(op.is_expert)] == shard) if op.is_sharded else held
+            source = int(holders.nonzero()[0])
+            own = self._own[number]
+            if source == self._rank:
+                assert own is not None
+                if self._rank == 0:
+                    shards.append(own.detach().clone())
+                else:
+                    dist.send(own.detach().contiguous(), 0)
+            elif self._rank == 0:
+                buffer = torch.empty(self._shape(op, size), dtype=self._dtype(number), device=self._device)
+                dist.recv(buffer, source)
+                shards.append(buffer)
+        if self._rank != 0:
+            return None
+        return op.merge(shards) if size > 1 else shards[0]
+
+    def _shape(self, op: Op, size: int) -> tuple[int, ...]:
+        key = (type(op), op.hf_shapes, size)
+        if key not in self._shapes:
+            self._shapes[key] = op.shard_shape(size)
+        return self._shapes[key]

@@ -19,12 +19,16 @@ SIZE = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "vocab_size": 90, "max_position_embeddings": 64, "head_dim": 16,
 }  # fmt: skip
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True, "mlp_only_layers": [0]}
+OWN: dict[str, dict[str, Any]] = {"Qwen3MoeForCausalLM": EXPERTS}  # what a family's config.json has more
 
 
 def write_folder(path: Path, architecture: str, *, tied: bool = False, **changes: Any) -> tuple[ModelShape, dict[str, torch.Tensor]]:
     """A folder of random weights of an architecture, and what it holds."""
     path.mkdir(exist_ok=True)
-    (path / "config.json").write_text(json.dumps({"architectures": [architecture], "tie_word_embeddings": tied} | SIZE | changes))
+    (path / "config.json").write_text(
+        json.dumps({"architectures": [architecture], "tie_word_embeddings": tied} | SIZE | OWN.get(architecture, {}) | changes)
+    )
     shape = model_shape(path)
     generator = torch.Generator().manual_seed(0)
     tensors = {
@@ -172,13 +176,32 @@ def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 def test_an_unknown_architecture_lists_the_known_ones(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["MambaForCausalLM"]}')
-    with pytest.raises(
-        CheckpointError, match=r"MambaForCausalLM is not known. Known are LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM"
-    ):
+    with pytest.raises(CheckpointError, match=r"MambaForCausalLM is not known. Known are .*LlamaForCausalLM, .*Qwen3ForCausalLM"):
         model_shape(tmp_path)
 
 
-@pytest.mark.parametrize("change", [{"hidden_act": "gelu"}, {"attention_bias": True}, {"use_sliding_window": True}])
+@pytest.mark.parametrize(
+    "change", [{"hidden_act": "gelu"}, {"attention_bias": True}, {"use_sliding_window": True}, {"layer_types": ["sliding_attention"] * 2}]
+)
 def test_what_the_layers_lack_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError, match="not supported"):
         write_folder(tmp_path / "m", "Qwen3ForCausalLM", **change)
+
+
+@pytest.mark.parametrize("architecture", sorted(FAMILIES))
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("sliding_window", 4096), ("attn_logit_softcapping", 30.0), ("attention_sink", True), ("logit_scale", 0.5),
+        ("quantization_config", {"quant_method": "fp8"}), ("residual_multiplier", 2.0),
+    ],
+)  # fmt: skip
+def test_a_key_that_nobody_knows_is_refused_with_its_value(tmp_path: Path, architecture: str, key: str, value: Any) -> None:
+    with pytest.raises(CheckpointError, match=rf"what may change the computation: {key} = "):
+        write_folder(tmp_path / "m", architecture, **{key: value})
+
+
+def test_keys_that_are_off_or_change_nothing_are_accepted(tmp_path: Path) -> None:
+    off = {"sliding_window": 4096, "use_sliding_window": False, "attn_logit_softcapping": None, "resid_pdrop": 0.0, "use_cache": True}
+    shape, _ = write_folder(tmp_path / "m", "Qwen3ForCausalLM", **off, torch_dtype="bfloat16", pad_token_id=3)
+    assert shape.num_layers == 2
