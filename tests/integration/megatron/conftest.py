@@ -92,6 +92,7 @@ def cases_of(models: dict[str, str], folder: Path) -> dict[int, list[dict[str, A
         {"name": "recompute", "model": path, "tokens": RECOMPUTE, **grads},
         {"name": "own_loss", "model": path, "algorithm": OWN_LOSS, **grads},
         {"name": "sft", "model": path, "algorithm": {"loss_type": "sft_loss"}, "count": 3},
+        {"name": "sft_hot", "model": path, "algorithm": {"loss_type": "sft_loss"}, "temperature": 0.5},
     ]
     two += [
         {"name": "dp2", "model": path, **grads},

@@ -178,6 +178,7 @@ def test_recomputing_activations_changes_nothing(results: Results) -> None:
 def test_supervised_loss_is_the_negative_log_likelihood(results: Results) -> None:
     metrics = results("sft")["metrics"]
     assert all(m["train/loss"] > 0 and m["train/grad_norm"] > 0 for m in metrics)
+    assert results("sft_hot")["metrics"][0]["train/loss"] == metrics[0]["train/loss"]  # whatever --rollout-temperature is
 
 
 def test_the_exported_folder_is_loaded_by_transformers(results: Results, run_folder: Path) -> None:

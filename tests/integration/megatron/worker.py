@@ -92,6 +92,7 @@ def config_of(case: dict[str, Any]) -> RunConfig:
         training=s.TrainingConfig(lr=case.get("lr", 1e-3), clip_grad=case.get("clip", 1e9), train_threads=1),
         data=s.DataConfig(num_rollout=case.get("num_rollout", 10), rollout_batch_size=12),
         cluster=s.ClusterConfig(actor_num_gpus_per_node=2, actor_deadline=120.0),
+        rollout=s.RolloutConfig(rollout_temperature=case.get("temperature", 1.0)),
         megatron_tokens=tuple(case.get("tokens", ())),
     )
     return dataclasses.replace(base, algorithm=s.AlgorithmConfig(**case.get("algorithm", {})))

@@ -287,7 +287,8 @@ class MegatronTrainer:
 
     @property
     def _temperature(self) -> float:
-        return self._config.rollout.rollout_temperature
+        """Of the policy that is trained: the sampling temperature; a model that learns answers of others is taken as it is."""
+        return 1.0 if self._config.algorithm.loss_type == "sft_loss" else self._config.rollout.rollout_temperature
 
     def _optimizer_step(self, packed: list[PackedBatch], batch: TrainBatch) -> dict[str, float]:
         """One optimizer step; its metrics without prefix."""
