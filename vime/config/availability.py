@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from vime.config.fields import FlagSpec, flag_specs
@@ -27,9 +27,11 @@ def _is_set(spec: FlagSpec, value: Any, config: RunConfig) -> bool:
     return spec.name in config.given or value != spec.default
 
 
-def not_available(config: RunConfig) -> Iterator[str]:
-    """One sentence for each thing that `config` asks for and that is not built yet."""
+def not_available(config: RunConfig, *, but: Collection[str] = ()) -> Iterator[str]:
+    """One sentence for each thing that `config` asks for and that is not built yet. Fields of `but` are left out."""
     for spec in set_flags(config):
+        if spec.name in but:
+            continue
         if spec.not_yet is not None:
             yield f"{spec.flag} is not available yet: {spec.not_yet}"
             continue

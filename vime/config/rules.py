@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import os
 import string
+from collections import Counter
 from collections.abc import Iterator
 
 from vime.config.availability import not_available
-from vime.config.effects import unused_flags
+from vime.config.effects import find_unused
 from vime.config.run import RunConfig
 from vime.config.sections import DATA_SOURCE, ROLLOUT_FUNCTION, SFT_FUNCTION
 from vime.errors import ConfigError
@@ -23,8 +24,11 @@ def check_rules(config: RunConfig, *, planned: bool = False) -> None:
 
     With `planned` True a run may ask for what is not available yet: planning is arithmetic.
     """
-    rules = _RULES if planned else (not_available, *_RULES)
-    problems = [problem for rule in rules for problem in rule(config)]
+    problems = [problem for rule in _RULES for problem in rule(config)]
+    unused = list(find_unused(config, planned=planned))
+    problems += [sentence for _, sentence in unused]
+    if not planned:
+        problems += not_available(config, but={name for names, _ in unused for name in names})
     if problems:
         raise ConfigError(*problems)
 
@@ -56,8 +60,6 @@ def _batches(config: RunConfig) -> Iterator[str]:
         yield f"--global-batch-size {data.global_batch_size} does not divide the {rollouts} rollouts of a step (prompts x samples)."
     if data.use_dynamic_batch_size != (data.max_tokens_per_gpu is not None):
         yield "--use-dynamic-batch-size and --max-tokens-per-gpu go together: the budget has no effect alone, and packing needs one."
-    if data.use_dynamic_batch_size and data.micro_batch_size != 1:
-        yield f"--micro-batch-size {data.micro_batch_size} has no effect with --use-dynamic-batch-size: leave one of them out."
     over = config.rollout.over_sampling_batch_size
     if over is not None and data.rollout_batch_size is not None and over < data.rollout_batch_size:
         yield f"--over-sampling-batch-size {over} must be at least --rollout-batch-size {data.rollout_batch_size}."
@@ -99,8 +101,6 @@ def _rollout(config: RunConfig) -> Iterator[str]:
         yield "--vllm-... and --router-... have no effect with --debug-train-only: there are no engines."
     if reward.rm_type is not None and reward.custom_rm_path is not None:
         yield "--rm-type and --custom-rm-path both give the reward: leave one out."
-    if (reward.rm_url is not None) and reward.rm_type != "remote_rm":
-        yield "--rm-url has no effect without --rm-type remote_rm: leave it out, or add that."
     if reward.group_rm and reward.custom_rm_path is None:
         yield "--group-rm needs --custom-rm-path: built-in rewards score one sample at a time."
     context = rollout.rollout_max_context_len
@@ -114,21 +114,18 @@ def _rollout(config: RunConfig) -> Iterator[str]:
 
 
 def _evaluation(config: RunConfig) -> Iterator[str]:
-    ev = config.eval
-    if len(ev.eval_prompt_data) % 2:
-        yield f"--eval-prompt-data takes pairs 'name path', got {len(ev.eval_prompt_data)} values: {' '.join(ev.eval_prompt_data)}"
-    if ev.eval_interval is not None and not ev.eval_prompt_data:
-        yield "--eval-interval needs --eval-prompt-data name path."
-    if ev.eval_prompt_data and ev.eval_interval is None and config.data.num_rollout != 0:
-        yield "--eval-prompt-data has no effect without --eval-interval."
-    if config.data.num_rollout == 0 and not ev.eval_prompt_data:
+    words = config.eval.eval_prompt_data
+    if len(words) % 2:
+        yield f"--eval-prompt-data takes pairs 'name path', got {len(words)} values: {' '.join(words)}"
+    twice = sorted(name for name, count in Counter(words[::2]).items() if count > 1)
+    if twice:
+        yield f"--eval-prompt-data gives the name {' and '.join(twice)} to several files: metrics are told apart by it."
+    if config.data.num_rollout == 0 and not words and config.eval.eval_config is None:
         yield "--num-rollout 0 evaluates only, and needs --eval-prompt-data name path."
 
 
 def _files(config: RunConfig) -> Iterator[str]:
     save = config.checkpoint
-    if save.save is None and (save.save_interval is not None or save.save_hf is not None):
-        yield "--save-interval and --save-hf need --save, the run's folder."
     if save.save_hf is not None and (problem := _template_problem(save.save_hf)):
         yield f"--save-hf '{save.save_hf}': {problem}"
     for flag, path in (("--hf-checkpoint", config.model.hf_checkpoint), ("--ref-load", config.model.ref_load), ("--load", save.load)):
@@ -159,4 +156,4 @@ def _template_problem(template: str) -> str | None:
     return "only {rollout_id} can be filled in."
 
 
-_RULES = (_placement, _batches, _algorithm, _rollout, _evaluation, _files, unused_flags)
+_RULES = (_placement, _batches, _algorithm, _rollout, _evaluation, _files)

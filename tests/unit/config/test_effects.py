@@ -1,13 +1,18 @@
 """Flags without effect are refused, with the setting that would use them."""
 
 import dataclasses
+import re
 
 import pytest
 
 from tests.unit.config.configs import change, valid_config
-from vime.config.effects import unused_flags
+from vime.config import SECTIONS
+from vime.config.effects import _UNUSED, unused_flags
+from vime.config.fields import flag_specs
+from vime.config.parse import flag_table
 from vime.config.rules import check_rules
 from vime.config.sections import SFT_FUNCTION
+from vime.errors import ConfigError
 
 SFT = {
     "debug_train_only": True,
@@ -16,6 +21,9 @@ SFT = {
     "compute_advantages_and_returns": False,
     "rm_type": None,
 }
+
+
+EVAL = {"eval_prompt_data": ["held", "held.jsonl"]}
 
 
 @pytest.fixture
@@ -32,6 +40,11 @@ def test_a_run_without_needless_flags_is_valid(valid, base):
     ("base", "values", "flag", "cure"),
     [
         ({}, {"tb_project_name": "x"}, "--tb-project-name", "--use-tensorboard"),
+        ({}, {"eval_interval": 2}, "--eval-interval", "--eval-prompt-data"),
+        ({}, {"rm_url": "http://localhost"}, "--rm-url", "--rm-type remote_rm"),
+        ({}, {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 9, "micro_batch_size": 2}, "--micro-batch-size", "--use-dynamic"),
+        (EVAL, {"eval_temperature": 0.0, "eval_top_p": 0.5}, "--eval-top-p", "--eval-temperature 0"),
+        (EVAL | {"num_rollout": 0}, {"eval_interval": 1}, "--eval-interval", "--num-rollout 0"),
         ({}, {"keep_checkpoints": 3}, "--keep-checkpoints", "--save"),
         ({}, {"eval_temperature": 0.0}, "--eval-temperature", "--eval-prompt-data"),
         ({}, {"eval_reward_key": "x"}, "--eval-reward-key", "--eval-prompt-data"),
@@ -52,8 +65,10 @@ def test_a_run_without_needless_flags_is_valid(valid, base):
         (SFT, {"update_weight_deadline": 9.0}, "--update-weight-deadline", "--debug-train-only"),
         (SFT, {"rm_type": "math"}, "--rm-type", "--debug-train-only"),
         (SFT, {"custom_rm_path": "a.b"}, "--custom-rm-path", "--debug-train-only"),
+        (SFT, {"rollout_temperature": 0.5}, "--rollout-temperature", "--loss-type sft_loss"),
         (SFT, {"rollout_top_p": 0.5}, "--rollout-top-p", "--debug-train-only"),
         ({"debug_rollout_only": True}, {"lr": 0.5}, "--lr", "--debug-rollout-only"),
+        ({"debug_rollout_only": True}, {"actor_num_gpus_per_node": 2}, "--actor-num-gpus-per-node", "--debug-rollout-only"),
         ({"debug_rollout_only": True}, {"clip_grad": 0.5}, "--clip-grad", "--debug-rollout-only"),
         ({"debug_rollout_only": True}, {"train_threads": 1}, "--train-threads", "--debug-rollout-only"),
         ({"debug_rollout_only": True}, {"eps_clip": 0.1}, "--eps-clip", "--debug-rollout-only"),
@@ -87,3 +102,51 @@ def test_megatrons_flags_have_no_effect_without_a_trainer(valid):
     (problem,) = unused_flags(config)
     assert "--weight-decay" in problem
     assert "--debug-rollout-only" in problem
+
+
+def test_a_reward_that_rows_name_may_use_the_address(valid):
+    check_rules(change(valid, rm_type=None, rm_url="http://localhost"))
+    check_rules(change(valid, rm_type="boxed_remote_rm", rm_url="http://localhost"))
+
+
+def test_the_table_names_fields_and_flags_that_exist():
+    known = {spec.name for section in SECTIONS.values() for spec in flag_specs(section)}
+    flags = flag_table()
+    for entry in _UNUSED:
+        assert set(entry.fields) <= known, entry
+        assert set(re.findall(r"--[a-z][\w-]*", entry.why)) <= set(flags), entry
+
+
+def test_every_setting_of_the_table_can_be_and_not_be(valid):
+    runs = [
+        valid,
+        change(valid, **SFT),
+        change(valid, debug_rollout_only=True),
+        change(valid, use_tensorboard=True, save="run", use_wandb=True, wandb_group="g", use_dynamic_batch_size=True, use_kl_loss=True),
+        change(valid, **EVAL, eval_temperature=0.0, num_rollout=0, rollout_function_path="a.b", rm_type="remote_rm", lora_rank=8),
+        change(valid, partial_rollout=True, max_weight_staleness=1, use_fault_tolerance=True, device="cuda", advantage_estimator="ppo"),
+        change(valid, update_weight_transport="disk", update_weight_mode="delta", load_debug_rollout_data="x", dump_details="x"),
+    ]
+    for entry in _UNUSED:
+        assert {entry.when(run) for run in runs} == {True, False}, entry
+
+
+def test_what_is_not_available_is_named_once_and_without_a_cure_that_is_not_available_either(valid):
+    with pytest.raises(ConfigError) as error:
+        check_rules(change(valid, wandb_project="p", lora_alpha=8.0, colocate=True, device="cuda"))
+    problems = error.value.problems
+    assert sorted(problem.split()[0] for problem in problems) == ["--colocate", "--device", "--lora-alpha", "--wandb-project"]
+    assert all("is not available yet" in problem for problem in problems)
+
+
+def test_a_plan_may_hold_what_is_not_available(valid):
+    check_rules(change(valid, colocate=True, device="cuda", offload_train=True, actor_num_nodes=4), planned=True)
+    with pytest.raises(ConfigError, match="--wandb-project has no effect without --use-wandb"):
+        check_rules(change(valid, wandb_project="p"), planned=True)
+
+
+def test_a_field_with_two_flags_is_called_by_the_one_that_was_meant(valid):
+    for value, flag in ((True, "--offload-train"), (False, "--no-offload-train")):
+        with pytest.raises(ConfigError) as error:
+            check_rules(change(valid, offload_train=value))
+        assert [problem.split()[0] for problem in error.value.problems] == [flag]

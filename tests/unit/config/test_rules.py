@@ -28,7 +28,7 @@ def test_a_plain_run_is_valid(valid):
         ({"global_batch_size": 4, "num_steps_per_rollout": 2}, "one of --global-batch-size and --num-steps-per-rollout"),
         ({"use_dynamic_batch_size": True}, "--max-tokens-per-gpu go together"),
         ({"max_tokens_per_gpu": 100}, "go together"),
-        ({"use_dynamic_batch_size": True, "max_tokens_per_gpu": 9, "micro_batch_size": 2}, "--micro-batch-size 2 has no effect"),
+        ({"use_dynamic_batch_size": True, "max_tokens_per_gpu": 9, "micro_batch_size": 2}, "--micro-batch-size has no effect"),
         ({"over_sampling_batch_size": 2}, "must be at least --rollout-batch-size 4"),
         ({"use_kl_loss": True, "kl_loss_coef": 0.1}, "--use-kl-loss needs --ref-load"),
         ({"kl_loss_coef": 0.1}, "go together"),
@@ -38,9 +38,11 @@ def test_a_plain_run_is_valid(valid):
         ({"debug_train_only": True}, "default that needs them"),
         ({"custom_rm_path": "a.b"}, "both give the reward"),
         ({"group_rm": True}, "--group-rm needs --custom-rm-path"),
-        ({"eval_interval": 1}, "--eval-interval needs --eval-prompt-data"),
+        ({"eval_interval": 1}, "--eval-interval has no effect without --eval-prompt-data"),
         ({"eval_prompt_data": ["name"]}, "takes pairs"),
-        ({"save_interval": 1}, "need --save"),
+        ({"eval_prompt_data": ["a", "x", "b", "y", "a", "z"]}, "gives the name a to several files"),
+        ({"num_rollout": 0}, "needs --eval-prompt-data"),
+        ({"save_interval": 1}, "--save-interval has no effect without --save"),
         ({"vllm_router_ip": "127.0.0.1"}, "go together"),
         ({"save_hf": "x/{step}"}, "--save-hf 'x/{step}': only {rollout_id} can be filled in"),
         ({"save_hf": "x/{}"}, "only {rollout_id} can be filled in"),
@@ -85,3 +87,8 @@ def test_prompts_are_needed_by_our_own_data_source_only(valid):
     with pytest.raises(ConfigError, match="--prompt-data is required"):
         check_rules(change(valid, prompt_data=None))
     check_rules(change(valid, prompt_data=None, data_source_path="a.B"))
+
+
+def test_held_out_prompts_alone_are_evaluated_before_and_after(valid, tmp_path):
+    (tmp_path / "held.jsonl").write_text('{"input": "1"}\n')
+    check_rules(change(valid, eval_prompt_data=["held", str(tmp_path / "held.jsonl")]))

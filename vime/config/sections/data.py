@@ -147,7 +147,7 @@ class EvalConfig:
     """Evaluation on held-out prompts. Unset fields take the rollout's values."""
 
     eval_function_path: str | None = opt(None, "Rollout function for evaluation; default: --rollout-function-path.", type=str)
-    eval_interval: int | None = opt(None, "Evaluate every N rollout steps.", type=int, ge=1)
+    eval_interval: int | None = opt(None, "Evaluate every N rollout steps, besides before the first and after the last.", type=int, ge=1)
     eval_prompt_data: list[str] = opt([], "name path [name path ...] of held-out prompt files.", many=True, type=str)
     eval_config: str | None = opt(
         None,
