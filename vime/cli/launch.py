@@ -17,7 +17,7 @@ __all__ = ["main"]
 
 def main(argv: Sequence[str]) -> int:
     """Run `vime train`; exit code 0. Raises VimeError, OSError, KeyboardInterrupt."""
-    from vime.config.parse import help_text
+    from vime.config.help import help_text
     from vime.utils.arguments import parse_args, print_config
 
     if "--help" in argv or "-h" in argv:

@@ -6,13 +6,23 @@ import difflib
 import json
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from vime.config.fields import FlagSpec, flag_specs
 from vime.config.run import SECTIONS
-from vime.errors import ConfigError
 
-__all__ = ["flag_table", "help_text", "nearest", "parse_own"]
+__all__ = ["OwnValues", "flag_table", "own_flags", "parse_own"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnValues:
+    """The sections, with defaults where a value is wrong or missing, and what is wrong."""
+
+    sections: dict[str, Any]  # section name -> section object
+    problems: list[str]
+    unsure: frozenset[str]  # flags whose value is not known
+    given: frozenset[str]  # names of the fields that were set; a switch that was taken back (--no-x) is not
 
 
 def flag_table() -> dict[str, tuple[str, FlagSpec]]:
@@ -20,37 +30,56 @@ def flag_table() -> dict[str, tuple[str, FlagSpec]]:
     return {spec.flag: (section, spec) for section, cls in SECTIONS.items() for spec in flag_specs(cls)}
 
 
-def parse_own(flags: Iterable[tuple[str, list[str]]]) -> dict[str, Any]:
-    """Build the sections from (flag, values) pairs: {section name: section object}. Raises ConfigError with all problems."""
+def own_flags() -> dict[str, tuple[str, FlagSpec]]:
+    """`flag_table`, and --no-x for each switch --x: it takes back what a file says."""
     table = flag_table()
+    switches = {flag: entry for flag, entry in table.items() if _is_switch(entry[1]) and not flag.startswith("--no-")}
+    return {_taken_back(flag): entry for flag, entry in switches.items()} | table
+
+
+def _is_switch(spec: FlagSpec) -> bool:
+    return spec.type is bool and not spec.many
+
+
+def _taken_back(flag: str) -> str:
+    return "--no-" + flag.removeprefix("--")
+
+
+def parse_own(flags: Iterable[tuple[str, list[str]]]) -> OwnValues:
+    """Build the sections from (flag, values) pairs."""
+    table = own_flags()
     values: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
     problems: list[str] = []
-    seen: dict[str, list[str]] = {}
+    unsure: set[str] = set()
+    given: set[str] = set()
+    seen: dict[str, tuple[str, list[str]]] = {}
     for flag, raw in flags:
         section, spec = table[flag]
-        if flag in seen and seen[flag] != raw:
-            problems.append(f"{flag} is given twice, as '{' '.join(seen[flag])}' and '{' '.join(raw)}': keep one.")
-        seen[flag] = raw
+        if spec.name in seen and seen[spec.name] != (flag, raw):
+            first, again = (" ".join([name, *words]) for name, words in (seen[spec.name], (flag, raw)))
+            problems.append(f"{spec.flag} is given twice, as '{first}' and '{again}': keep one.")
+        seen[spec.name] = flag, raw
         try:
-            values[section][spec.name] = _value(spec, raw)
+            values[section][spec.name] = _value(spec, flag, raw)
         except ValueError as error:
             problems.append(str(error))
-    problems += [
-        f"{flag} is required: {spec.doc}"
-        for flag, (section, spec) in table.items()
-        if spec.required and spec.name not in values[section] and flag not in seen
-    ]
-    if problems:
-        raise ConfigError(*problems)
-    return {section: cls(**values[section]) for section, cls in SECTIONS.items()}
+            unsure.add(spec.flag)
+        if flag == spec.flag:
+            given.add(spec.name)
+    for flag, (_, spec) in flag_table().items():
+        if spec.required and spec.name not in seen:
+            problems.append(f"{flag} is required: {spec.doc}")
+            unsure.add(flag)
+    sections = {section: cls(**values[section]) for section, cls in SECTIONS.items()}
+    return OwnValues(sections=sections, problems=problems, unsure=frozenset(unsure), given=frozenset(given))
 
 
-def _value(spec: FlagSpec, raw: list[str]) -> Any:
+def _value(spec: FlagSpec, flag: str, raw: list[str]) -> Any:
     """The typed value of one flag; ValueError says what was expected."""
-    if spec.type is bool and not spec.many:
+    if _is_switch(spec):
         if raw:
-            raise ValueError(f"{spec.flag} takes no value, got '{' '.join(raw)}': give the flag alone, or leave it out.")
-        return not spec.negated
+            raise ValueError(f"{flag} takes no value, got '{' '.join(raw)}': give the flag alone, or leave it out.")
+        return spec.negated if flag == _taken_back(spec.flag) else not spec.negated
     if spec.many:
         if not raw:
             raise ValueError(f"{spec.flag} needs one or more values.")
@@ -91,28 +120,3 @@ def _scalar(spec: FlagSpec, text: str) -> Any:
         if bad:
             raise ValueError(f"{spec.flag} must be {sign} {bound:g}, got {text}.")
     return value
-
-
-def nearest(flag: str, candidates: Iterable[str], count: int = 3) -> list[str]:
-    """The names most like `flag`, best first."""
-    return difflib.get_close_matches(flag, list(candidates), n=count, cutoff=0.6)
-
-
-def help_text() -> str:
-    """All our own flags, grouped by section, with defaults."""
-    lines = [
-        "usage: vime train --hf-checkpoint DIR --prompt-data FILE --rollout-batch-size N --num-rollout N [flags]",
-        "",
-        "Megatron's own flags are given under their own names, vLLM's as --vllm-X, vllm-router's as --router-X.",
-    ]
-    for section, cls in SECTIONS.items():
-        lines += ["", f"{section}: {(cls.__doc__ or '').splitlines()[0]}"]
-        for spec in flag_specs(cls):
-            lines += _help_lines(spec)
-    return "\n".join(lines)
-
-
-def _help_lines(spec: FlagSpec) -> list[str]:
-    kind = "" if spec.type is bool else " " + (f"{{{','.join(spec.choices)}}}" if spec.choices else spec.type.__name__.upper())
-    default = "" if spec.type is bool or spec.default in (None, [], {}) else f" [{spec.default}]"
-    return [f"  {spec.flag}{kind}{' ...' if spec.many else ''}", f"      {spec.doc}{default}{' (required)' if spec.required else ''}"]

@@ -4,6 +4,8 @@ argv ── split by owner ──▶ ours: typed sections, bounds, rules between
                       ├──▶ Megatron's own parser  ┐ each in a process of its own, side by side: their imports take
                       ├──▶ vLLM's own parser      │ seconds, and the driver stays light
                       └──▶ vllm-router's parser   ┘
+
+All of them say all that is wrong before the first error is raised.
 """
 
 from __future__ import annotations
@@ -12,21 +14,22 @@ import dataclasses
 import json
 import os
 import re
-import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from vime.config import RunConfig
-from vime.config.parse import flag_table, nearest, parse_own
+from vime.config.names import NameIndex
+from vime.config.options import UNKNOWN
+from vime.config.owners import OWNERS, Answer, ask, options_of
+from vime.config.parse import own_flags, parse_own
 from vime.config.paths import with_absolute_paths
 from vime.config.rules import check_rules
-from vime.config.split import OwnedTokens, split_tokens
+from vime.config.split import OwnedTokens, by_owner, read_tokens
+from vime.config.suggest import Names
 from vime.errors import ConfigError
 
 __all__ = ["parse_args"]
-
-OWNER_DEADLINE = 180.0  # seconds an owner's parser may take, its imports included
 
 
 def parse_args(argv: Sequence[str] | None = None) -> RunConfig:
@@ -34,33 +37,40 @@ def parse_args(argv: Sequence[str] | None = None) -> RunConfig:
 
     Raises ConfigError with every problem found.
     """
-    table = flag_table()
-    tokens = split_tokens(sys.argv[1:] if argv is None else argv, table.keys())
-    problems: list[str] = []
-    sections: dict[str, Any] = {}
-    try:
-        sections = parse_own(tokens.own)
-    except ConfigError as error:
-        problems += error.problems
-    megatron, owner_problems = _finish_owners(_start_owners(tokens, _model_options(sections)))
-    problems += owner_problems
-    if problems:
-        raise ConfigError(*problems)
+    flags = own_flags()
+    given, problems = read_tokens(sys.argv[1:] if argv is None else argv, NameIndex(flags))
+    tokens = by_owner(given, flags)
+    own = parse_own(tokens.own)
+    answers = ask(_questions(tokens, own.sections))
     config = RunConfig(
-        **sections,
+        **own.sections,
         megatron_tokens=tuple(tokens.megatron),
         vllm_tokens=tuple(tokens.vllm),
         router_tokens=tuple(tokens.router),
-        given=frozenset(table[flag][1].name for flag, _ in tokens.own),
-        megatron=megatron,
+        given=own.given,
+        megatron=answers["megatron"].values.get("values", {}),
     )
-    check_rules(config)
+    problems += own.problems
+    problems += _told(answers)
+    problems += [problem for problem in _broken_rules(config) if not own.unsure & _flags_in(problem)]
+    if problems:
+        raise ConfigError(*problems)
     return with_absolute_paths(config)
 
 
-def _model_options(sections: dict[str, Any]) -> list[str]:
+def _questions(tokens: OwnedTokens, sections: Mapping[str, Any]) -> dict[str, list[str]]:
+    """What to ask whom: those that have tokens to check, and Megatron always, since its defaults are wanted, too."""
+    asked = {"megatron": [*_model_options(sections), "--", *tokens.megatron]}
+    if tokens.vllm:
+        asked["vllm"] = tokens.vllm
+    if tokens.router:
+        asked["router"] = tokens.router
+    return asked
+
+
+def _model_options(sections: Mapping[str, Any]) -> list[str]:
     """What Megatron's check needs to compare shape flags and parallel sizes with the model; nothing while that is unknown."""
-    if not sections or sections["debug"].debug_rollout_only:
+    if sections["debug"].debug_rollout_only:
         return []
     folder, cluster = sections["model"].hf_checkpoint, sections["cluster"]
     if folder is None or not os.path.isdir(folder):
@@ -68,56 +78,31 @@ def _model_options(sections: dict[str, Any]) -> list[str]:
     return ["--hf-checkpoint", folder, "--world-size", str(cluster.actor_num_nodes * cluster.actor_num_gpus_per_node)]
 
 
-def _start_owners(tokens: OwnedTokens, model_options: list[str]) -> dict[str, subprocess.Popen[str]]:
-    """Start the parsers that have tokens to check; Megatron's always, since its defaults are wanted too."""
-    commands = {"megatron": ["vime.backends.megatron_utils.arguments", *model_options, "--", *tokens.megatron]}
-    if tokens.vllm:
-        commands["vllm"] = ["vime.backends.vllm_utils.arguments", "vllm", *tokens.vllm]
-    if tokens.router:
-        commands["router"] = ["vime.backends.vllm_utils.arguments", "router", *tokens.router]
-    env = dict(os.environ, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
-    return {
-        owner: subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", *command],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            stdin=subprocess.DEVNULL,
-            text=True,
-            env=env,
-        )
-        for owner, command in commands.items()
-    }
+def _told(answers: Mapping[str, Answer]) -> Iterator[str]:
+    """Every problem that the owners reported; unknown flags with what was meant."""
+    problems = [problem for answer in answers.values() for problem in answer.problems]
+    if not any(problem.startswith(UNKNOWN) for problem in problems):
+        yield from problems
+        return
+    try:
+        names = Names(options_of(*OWNERS))
+    except ConfigError as error:  # an owner is not installed: the others' names will do
+        yield from error.problems
+        names = Names({})
+    for problem in problems:
+        yield names.explain(problem.removeprefix(UNKNOWN).rstrip(".")) if problem.startswith(UNKNOWN) else problem
 
 
-def _finish_owners(owners: dict[str, subprocess.Popen[str]]) -> tuple[dict[str, Any], list[str]]:
-    """Megatron's resolved plain values, and every problem that the owners reported."""
-    megatron: dict[str, Any] = {}
-    problems: list[str] = []
-    for owner, process in owners.items():
-        try:
-            out, err = process.communicate(timeout=OWNER_DEADLINE)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.communicate()
-            problems.append(f"{owner}'s own parser did not answer within {OWNER_DEADLINE:g} s: is the machine overloaded?")
-            continue
-        if process.returncode == 2:
-            problems += [_with_our_names(line) for line in err.strip().splitlines() if line.strip()]
-        elif process.returncode != 0:
-            problems.append(f"{owner}'s own parser failed (exit {process.returncode}): {err.strip()[-2000:]}")
-        elif owner == "megatron":
-            megatron = json.loads(out.strip().splitlines()[-1])
-    return megatron, problems
+def _broken_rules(config: RunConfig) -> list[str]:
+    try:
+        check_rules(config)
+    except ConfigError as error:
+        return error.problems
+    return []
 
 
-def _with_our_names(problem: str) -> str:
-    """Add our own flags that are spelled like an unknown one."""
-    if "unknown" not in problem.lower() and "unrecognized" not in problem.lower():
-        return problem
-    match = re.search(r"--[\w.-]+", problem)
-    ours = nearest(match.group(), flag_table(), count=2) if match else []
-    ours = [f"{flag} ({flag_table()[flag][0]})" for flag in ours if flag not in problem]
-    return problem + (f" Of vime's own flags: {', '.join(ours)}." if ours else "")
+def _flags_in(text: str) -> set[str]:
+    return set(re.findall(r"(?<![\w-])--[\w-]+", text))
 
 
 def print_config(config: RunConfig) -> str:

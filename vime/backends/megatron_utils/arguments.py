@@ -2,16 +2,16 @@
 
     python -m vime.backends.megatron_utils.arguments [--hf-checkpoint DIR] [--world-size N] [--] TOKENS...
 
-checks tokens for the driver, which must not import Megatron: exit 0 and one JSON object of plain resolved values on the
-last line of stdout, or exit 2 and the problems on stderr, one a line and nothing else. With a folder the tokens are also
-checked against its config.json and by Megatron's own `validate_args`.
+checks tokens for the driver, which must not import Megatron. The last line of stdout is one JSON object: plain resolved
+values, and where those that are no default of Megatron's come from. With problems the exit code is 2, and they stand on
+stderr, one a line and nothing else. With a folder the tokens are also checked against its config.json and by Megatron's
+own `validate_args`. `--options` alone prints what options there are.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import importlib.util
 import io
 import json
@@ -20,8 +20,9 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
@@ -32,6 +33,8 @@ from vime.backends.megatron_utils.convert.transfer import check_hf_weights
 from vime.backends.megatron_utils.flags import CURES, HONOURED, NOT_YET_PREFIXES, ONE_ONLY, VALUES
 from vime.backends.megatron_utils.layer_probe import has_transformer_engine
 from vime.config.fields import flag_specs
+from vime.config.options import Option, describe, parse_all, store_options
+from vime.config.owners import OWNERS
 from vime.config.run import SECTIONS, RunConfig
 from vime.errors import ConfigError, VimeError
 
@@ -46,39 +49,19 @@ ROPE_KEYS = {  # what may stand in rope_parameters beside rope_theta
 CPU_PLATFORM = Platform(device=torch.device("cpu"), dtype=torch.float32, backend="gloo")
 
 
-class _Parser(argparse.ArgumentParser):
-    """argparse that raises ConfigError instead of ending the process."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"Megatron's parser: {message}.")
-
-
 def build_parser() -> argparse.ArgumentParser:
     """Megatron's full parser: every flag under its own name, no abbreviations."""
     import_megatron()
     from megatron.training.arguments import add_megatron_arguments
 
-    return add_megatron_arguments(_Parser(prog="megatron", allow_abbrev=False, add_help=False))
+    return add_megatron_arguments(argparse.ArgumentParser(prog="megatron", allow_abbrev=False, add_help=False))
 
 
-def parse_explicit(parser: argparse.ArgumentParser, tokens: Sequence[str]) -> tuple[dict[str, Any], argparse.Namespace]:
-    """(what the tokens set, Megatron's defaults for all). Raises ConfigError for unknown or malformed flags, all at once."""
+def parse_explicit(parser: argparse.ArgumentParser, tokens: Sequence[str]) -> tuple[dict[str, Any], argparse.Namespace, list[str]]:
+    """(what the tokens set, Megatron's defaults for all, a problem for each flag that is unknown or malformed)."""
     defaults = argparse.Namespace(**{a.dest: parser.get_default(a.dest) for a in parser._actions})
-    for action in parser._actions:
-        action.default = argparse.SUPPRESS  # what is not given is not set
-    known, unknown = parser.parse_known_args(list(tokens))
-    if unknown:
-        names = [option for action in parser._actions for option in action.option_strings]
-        flags = [_unknown_flag(token, names) for token in unknown if token.startswith("-")]
-        raise ConfigError(*(flags or [f"'{' '.join(unknown)}' belongs to no flag."]))
-    return vars(known), defaults
-
-
-def _unknown_flag(token: str, names: Iterable[str]) -> str:
-    flag = token.partition("=")[0]
-    near = difflib.get_close_matches(flag, list(names), n=3, cutoff=0.6)
-    hint = f" Nearest: {', '.join(near)}." if near else ""
-    return f"unknown flag {flag}: neither vime's nor Megatron's.{hint}"
+    explicit, problems = parse_all(parser, tokens)
+    return explicit, defaults, problems
 
 
 def _flag_of(parser: argparse.ArgumentParser, dest: str) -> str:
@@ -236,8 +219,8 @@ def overlay(where: Platform) -> dict[str, Any]:
 def resolve(config: RunConfig, shape: ModelShape, where: Platform, *, world_size: int, rank: int = 0) -> argparse.Namespace:
     """All of Megatron's arguments for this run, checked. Raises ConfigError with all problems found."""
     parser = build_parser()
-    explicit, args = parse_explicit(parser, config.megatron_tokens)
-    problems = honour_problems(parser, explicit)
+    explicit, args, problems = parse_explicit(parser, config.megatron_tokens)
+    problems += honour_problems(parser, explicit)
     own = own_arguments(config)
     for dest, (value, flag) in own.items():
         problems += contradictions(parser, explicit, {dest: value}, f"our flag {flag}")
@@ -291,26 +274,51 @@ def _validated(args: argparse.Namespace, *, world_size: int, rank: int) -> argpa
     return args
 
 
-def check_tokens(tokens: Sequence[str], *, hf_checkpoint: str | None = None, world_size: int | None = None) -> dict[str, Any]:
-    """Check the user's tokens without building anything; the resolved arguments that are plain values.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    """What became of the user's tokens."""
 
-    Without a folder only the tokens themselves are checked. Raises ConfigError with all problems, CheckpointError for the folder.
-    """
+    values: dict[str, Any]  # resolved arguments that are plain values
+    origins: dict[str, str]  # where a value comes from that is no default of Megatron's: "model" or "platform"
+    problems: list[str]
+
+
+def check_tokens(tokens: Sequence[str], *, hf_checkpoint: str | None = None, world_size: int | None = None) -> Checked:
+    """Check the user's tokens without building anything. Without a folder only the tokens themselves are checked."""
     parser = build_parser()
-    explicit, args = parse_explicit(parser, tokens)
-    problems = honour_problems(parser, explicit)
+    explicit, args, problems = parse_explicit(parser, tokens)
+    problems += honour_problems(parser, explicit)
     implied: dict[str, Any] = {}
     if hf_checkpoint is not None:
-        shape = model_shape(hf_checkpoint)
-        check_hf_weights(hf_checkpoint, model_ops(shape, shape.vocab_size), tied=shape.tied)
-        implied = _with_shape(parser, explicit, args, shape, problems)
-    if problems:
-        raise ConfigError(*problems)
-    vars(args).update(implied | {k: v for k, v in overlay(CPU_PLATFORM).items() if k not in explicit} | explicit)
-    if hf_checkpoint is not None:
+        try:
+            shape = model_shape(hf_checkpoint)
+            check_hf_weights(hf_checkpoint, model_ops(shape, shape.vocab_size), tied=shape.tied)
+            implied = _with_shape(parser, explicit, args, shape, problems)
+        except ConfigError as error:
+            problems += error.problems
+        except VimeError as error:
+            problems.append(str(error))
+    platform = {key: value for key, value in overlay(CPU_PLATFORM).items() if key not in explicit}
+    vars(args).update(implied | platform | explicit)
+    if hf_checkpoint is not None and not problems:
         split = args.tensor_model_parallel_size
-        args = _validated(args, world_size=split if world_size is None else world_size, rank=0)
-    return {key: value for key, value in vars(args).items() if _is_plain(value)}
+        try:
+            args = _validated(args, world_size=split if world_size is None else world_size, rank=0)
+        except ConfigError as error:
+            problems += error.problems
+    origins = dict.fromkeys(implied, "model") | dict.fromkeys(platform, "platform")
+    values = {key: value for key, value in vars(args).items() if _is_plain(value)}
+    return Checked(values=values, origins={key: origin for key, origin in origins.items() if key not in explicit}, problems=problems)
+
+
+def list_options() -> list[Option]:
+    """Every option of Megatron's parser, with what keeps it from being given here."""
+    parser = build_parser()
+    notes: dict[str, str] = {}
+    for action in parser._actions:
+        if action.dest not in HONOURED:
+            notes |= dict.fromkeys(action.option_strings, honour_problems(parser, {action.dest: None})[0])
+    return describe(parser, notes)
 
 
 def _is_plain(value: Any) -> bool:
@@ -326,20 +334,31 @@ def main(argv: Sequence[str]) -> int:
     options.add_argument("--world-size", type=int)
     ours, tokens = (list(argv[: argv.index("--")]), list(argv[argv.index("--") + 1 :])) if "--" in argv else ([], list(argv))
     given = options.parse_args(ours)
-    logging.disable(logging.WARNING)  # what third parties say while they are loaded is no problem of the user's
+    answer: dict[str, Any] = {}
+    problems: list[str] = []
+    with _silence():
+        if tokens == ["--options"]:
+            found = list_options()
+            store_options("megatron", OWNERS["megatron"].key(), found)
+            answer = {"options": [asdict(option) for option in found]}
+        else:
+            checked = check_tokens(tokens, hf_checkpoint=given.hf_checkpoint, world_size=given.world_size)
+            answer, problems = {"values": checked.values, "origins": checked.origins}, checked.problems
+    for problem in problems:
+        print(" ".join(problem.split()), file=sys.stderr)
+    print(json.dumps(answer))
+    return 2 if problems else 0
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """What third parties say while they are loaded is no problem of the user's."""
+    logging.disable(logging.WARNING)
     try:
         with contextlib.redirect_stdout(io.StringIO()):
-            values = check_tokens(tokens, hf_checkpoint=given.hf_checkpoint, world_size=given.world_size)
-    except ConfigError as error:
-        print("\n".join(error.problems), file=sys.stderr)
-        return 2
-    except VimeError as error:
-        print(error, file=sys.stderr)
-        return 2
+            yield
     finally:
         logging.disable(logging.NOTSET)
-    print(json.dumps(values))
-    return 0
 
 
 if __name__ == "__main__":

@@ -4,96 +4,137 @@
     python -m vime.backends.vllm_utils.arguments router --policy round_robin
 
 Tokens come without the prefix. Exit 0 when all is well; exit 2 with one problem per line on stderr, in the user's spelling.
-vLLM's parser takes many seconds to import, so what it accepted once is remembered (keyed by its files) in the user's cache.
+`--options` alone prints what options there are, as JSON. vLLM's parser takes many seconds to import, so what it accepted
+once is remembered (keyed by its files) in the user's cache.
 """
 
 from __future__ import annotations
 
 import argparse
-import difflib
+import contextlib
 import hashlib
 import importlib.util
 import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-__all__ = ["check_router", "check_vllm", "main"]
+from vime.config.options import Option, cache_folder, describe, parse_all, store_options
+from vime.config.owners import OWNERS
 
-# flags that the framework sets, and what to use instead
+__all__ = ["OVERRIDABLE_ROUTER", "OVERRIDABLE_VLLM", "OWNED_ROUTER", "OWNED_VLLM", "check_router", "check_vllm", "main"]
+
+_ONE_HOST = "nothing: an engine is one tensor-parallel group (--rollout-num-gpus-per-engine), more engines are --rollout-num-gpus"
+_HTTP = "nothing: engines listen on loopback, in plain HTTP"
+
+# flags that the framework sets, or that would break what it builds on, and what to use instead
 OWNED_VLLM = {
-    "-h": None,
-    "--help": None,
     "--model": "--hf-checkpoint",
     "--tokenizer": "--hf-checkpoint (the tokenizer of the model folder)",
-    "--host": None,
-    "--port": None,
-    "--uds": None,
-    "--api-key": None,
-    "--served-model-name": None,
+    "--host": _HTTP,
+    "--port": "nothing: a free port is found",
+    "--uds": _HTTP,
+    "--grpc": _HTTP,
+    "--grpc-port": _HTTP,
+    "--root-path": _HTTP,
+    "--ssl-keyfile": _HTTP,
+    "--ssl-certfile": _HTTP,
+    "--ssl-ca-certs": _HTTP,
+    "--ssl-cert-reqs": _HTTP,
+    "--ssl-ciphers": _HTTP,
+    "--enable-ssl-refresh": _HTTP,
+    "--api-key": "nothing: the engines' control paths have a secret of the run's own",
+    "--served-model-name": "nothing: it is vime in every run",
     "--tensor-parallel-size": "--rollout-num-gpus-per-engine",
-    "-tp": "--rollout-num-gpus-per-engine",
+    "--pipeline-parallel-size": _ONE_HOST,
+    "--prefill-context-parallel-size": _ONE_HOST,
+    "--decode-context-parallel-size": _ONE_HOST,
+    "--data-parallel-size": _ONE_HOST,
+    "--data-parallel-size-local": _ONE_HOST,
+    "--data-parallel-rank": _ONE_HOST,
+    "--data-parallel-start-rank": _ONE_HOST,
+    "--data-parallel-address": _ONE_HOST,
+    "--data-parallel-rpc-port": _ONE_HOST,
+    "--data-parallel-supervisor-port": _ONE_HOST,
+    "--data-parallel-backend": _ONE_HOST,
+    "--data-parallel-hybrid-lb": _ONE_HOST,
+    "--data-parallel-external-lb": _ONE_HOST,
+    "--data-parallel-multi-port-external-lb": _ONE_HOST,
+    "--distributed-executor-backend": _ONE_HOST,
+    "--nnodes": _ONE_HOST,
+    "--node-rank": _ONE_HOST,
+    "--master-addr": _ONE_HOST,
+    "--master-port": _ONE_HOST,
+    "--api-server-count": "nothing: one server an engine, which the weight sync talks to",
     "--max-model-len": "--rollout-max-context-len",
+    "--dtype": "nothing: on the CPU engines compute in float32, as the trainer does",
     "--seed": "--rollout-seed",
-    "--weight-transfer-config": None,
-    "--worker-extension-cls": None,
-    "--enable-scale-out": None,
-    "--tokens-only": None,
-    "--config": "the flags themselves",
-    "--headless": None,
-    "--skip-tokenizer-init": None,
-    "--load-format": None,
+    "--logprobs-mode": "nothing: the trainer needs log-probs of the distribution that is sampled from",
+    "--generation-config": "--rollout-temperature, --rollout-top-p, --rollout-top-k",
+    "--override-generation-config": "--rollout-temperature, --rollout-top-p, --rollout-top-k",
+    "--weight-transfer-config": "--update-weight-buffer-size",
+    "--worker-cls": "nothing: the weight sync brings its own",
+    "--worker-extension-cls": "nothing: the weight sync brings its own",
+    "--enable-scale-out": "nothing: it is always on",
+    "--tokens-only": "nothing: the engines are asked with token ids",
+    "--config": "vime's own --config, whose table 'vllm' holds engine flags",
+    "--headless": "nothing: an engine without its server cannot be asked",
+    "--skip-tokenizer-init": "nothing: stop strings need the tokenizer",
+    "--load-format": "nothing: engines start from --hf-checkpoint",
+    "--help": "vime train --help=vllm",
 }
+OVERRIDABLE_VLLM = frozenset(  # set by us, too, as a default: the user's word comes later on the command line and wins
+    "--middleware --uvicorn-log-level --kv-cache-memory-bytes --enforce-eager --enable-prefix-caching --max-num-seqs".split()
+)
 OWNED_ROUTER = {
-    "-h": None,
-    "--help": None,
-    "--host": None,
+    "--host": "nothing: the router listens on loopback",
     "--port": "--vllm-router-port for a router that runs already",
-    "--worker-urls": None,
-    "--prometheus-host": None,
-    "--prometheus-port": None,
-    "--mini-lb": None,
+    "--worker-urls": "nothing: the router is given the run's engines",
+    "--prometheus-host": "nothing: it listens on loopback",
+    "--prometheus-port": "nothing: a free port is found",
+    "--mini-lb": "nothing: engines are not split into prefill and decode",
     "--service-discovery": "--vllm-router-ip for a router that runs already",
-    "--vllm-pd-disaggregation": None,
-    "--api-key": None,
+    "--vllm-pd-disaggregation": "nothing: engines are not split into prefill and decode",
+    "--api-key": "nothing: the router listens on loopback",
+    "--help": "vime train --help=router",
 }
-
-
-class _RefusedError(Exception):
-    """What a parser objects to."""
+OVERRIDABLE_ROUTER = frozenset(
+    "--policy --log-level --worker-startup-check-interval --request-timeout-secs --retry-max-retries --health-check-interval-secs "
+    "--health-check-timeout-secs --health-failure-threshold --health-success-threshold --cb-failure-threshold "
+    "--cb-timeout-duration-secs".split()
+)
 
 
 def check_vllm(tokens: Sequence[str]) -> list[str]:
     """Problems with engine tokens, in the user's spelling (--vllm-X); empty when vLLM's own parser takes them."""
     cache = _Cache()
-    if (problems := _owned(tokens, OWNED_VLLM, "vllm")) or cache.accepted(tokens):
-        return problems
-    if cache.options and (problems := _unknown(tokens, cache.options, OWNED_VLLM, "vllm")):
+    problems, rest = _owned(tokens, OWNED_VLLM, "vllm")
+    if cache.accepted(rest):
         return problems
     parser = _vllm_parser()
-    options = sorted(parser._option_string_actions)
-    problems = _unknown(tokens, options, OWNED_VLLM, "vllm") or _parse(parser, ["--model", "model", *tokens], "vllm")
-    cache.store(options, None if problems else tokens)
-    return problems
+    _remember(parser, OWNED_VLLM, "vllm")
+    refused = _spelled(parse_all(parser, rest, underscores=True)[1], "vllm")
+    if not refused:
+        cache.store(rest)
+    return problems + refused
 
 
 def check_router(tokens: Sequence[str]) -> list[str]:
     """Problems with router tokens, in the user's spelling (--router-X); empty when vllm-router's own parser takes them."""
     from vllm_router.router_args import RouterArgs
 
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    RouterArgs.add_cli_args(parser, use_router_prefix=False)
-    problems = _owned(tokens, OWNED_ROUTER, "router") or _unknown(tokens, list(parser._option_string_actions), OWNED_ROUTER, "router")
-    if problems:
-        return problems
-    problems = _parse(parser, tokens, "router")
+    problems, rest = _owned(tokens, OWNED_ROUTER, "router")
+    parser = _router_parser()
+    _remember(parser, OWNED_ROUTER, "router")
+    problems += _spelled(parse_all(parser, rest)[1], "router")
     if problems:
         return problems
     try:
-        RouterArgs.from_cli_args(parser.parse_args(list(tokens)), use_router_prefix=False)._validate_router_args()
+        RouterArgs.from_cli_args(_router_parser().parse_args(rest), use_router_prefix=False)._validate_router_args()
     except (ValueError, TypeError) as error:
         return [f"vllm-router refuses the --router- flags: {error}"]
     return []
@@ -104,106 +145,119 @@ def main(argv: Sequence[str]) -> int:
     if not argv or argv[0] not in ("vllm", "router"):
         print("usage: python -m vime.backends.vllm_utils.arguments vllm|router TOKENS", file=sys.stderr)
         return 1
-    sys.stderr.flush()
-    out = os.dup(2)
-    silent = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(silent, 2)  # importing vLLM warns about things that are no concern of the user's
-    os.close(silent)
-    try:
-        problems = check_vllm(argv[1:]) if argv[0] == "vllm" else check_router(argv[1:])
-    finally:
-        os.dup2(out, 2)
-        os.close(out)
+    problems: list[str] = []
+    answer: dict[str, Any] = {}
+    with _silence():
+        if list(argv[1:]) == ["--options"]:
+            answer["options"] = [asdict(option) for option in _list_options(argv[0])]
+        else:
+            problems = check_vllm(argv[1:]) if argv[0] == "vllm" else check_router(argv[1:])
     for problem in problems:
         print(" ".join(problem.split()), file=sys.stderr)
+    print(json.dumps(answer))
     return 2 if problems else 0
 
 
-def _vllm_parser() -> Any:
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """Importing vLLM warns about things that are no concern of the user's, on both outputs, from C as well."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    kept = os.dup(1), os.dup(2)
+    silent = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silent, 1)
+    os.dup2(silent, 2)
+    os.close(silent)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for number, copy in enumerate(kept, 1):
+            os.dup2(copy, number)
+            os.close(copy)
+
+
+def _vllm_parser() -> argparse.ArgumentParser:
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    parser = make_arg_parser(FlexibleArgumentParser(prog="vllm"))
-    parser.allow_abbrev = False
+    return make_arg_parser(FlexibleArgumentParser(prog="vllm"))
+
+
+def _router_parser() -> argparse.ArgumentParser:
+    from vllm_router.router_args import RouterArgs
+
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    RouterArgs.add_cli_args(parser, use_router_prefix=False)
     return parser
 
 
-def _flags(tokens: Iterable[str]) -> list[str]:
-    """The flags among the tokens, in the parsers' spelling: dashes, no "=value", no ".key" of a dotted JSON flag."""
-    names = []
+def _list_options(owner: str) -> list[Option]:
+    """The options of a parser that is not remembered, which is remembered now."""
+    return _remember(_vllm_parser(), OWNED_VLLM, owner) if owner == "vllm" else _remember(_router_parser(), OWNED_ROUTER, owner)
+
+
+def _remember(parser: argparse.ArgumentParser, owned: Mapping[str, str], owner: str) -> list[Option]:
+    options = describe(parser, {flag: f"set by vime itself: {_cure(instead)}" for flag, instead in owned.items()})
+    store_options(owner, OWNERS[owner].key(), options)
+    return options
+
+
+def _owned(tokens: Sequence[str], owned: Mapping[str, str], owner: str) -> tuple[list[str], list[str]]:
+    """(a problem for each flag that is ours to set, the other tokens)."""
+    problems: dict[str, None] = {}
+    rest: list[str] = []
+    ours = False
     for token in tokens:
-        if re.match(r"--?[A-Za-z]", token):
-            name = token.split("=", 1)[0].split(".", 1)[0]
-            names.append(name.replace("_", "-") if name.startswith("--") else name)
-    return names
+        if token.startswith("--"):
+            name = re.split(r"[=.]", token, maxsplit=1)[0].replace("_", "-")
+            positive = "--" + name.removeprefix("--no-") if name.startswith("--no-") else name
+            ours = name in owned or positive in owned
+            if ours:
+                problems[f"{_ours(name, owner)} is set by vime itself: {_cure(owned.get(name) or owned[positive])}"] = None
+        if not ours:
+            rest.append(token)
+    return list(problems), rest
+
+
+def _cure(instead: str) -> str:
+    return f"leave it out ({instead.removeprefix('nothing: ')})." if instead.startswith("nothing") else f"use {instead}."
 
 
 def _ours(flag: str, owner: str) -> str:
-    return f"--{owner}-{flag.lstrip('-')}"
+    """An option of the owner as the user spells it here."""
+    return re.sub(r"^--(no-)?", rf"--\1{owner}-", flag)
 
 
-def _owned(tokens: Sequence[str], owned: dict[str, str | None], owner: str) -> list[str]:
-    problems = []
-    for flag in dict.fromkeys(_flags(tokens)):
-        if flag in owned:
-            instead = owned[flag]
-            cure = f"use {instead}" if instead else "leave it out"
-            problems.append(f"{_ours(flag, owner)} is set by vime itself: {cure}.")
-    return problems
-
-
-def _unknown(tokens: Sequence[str], options: Sequence[str], owned: Iterable[str], owner: str) -> list[str]:
-    known = set(options)
-    problems = []
-    for flag in dict.fromkeys(_flags(tokens)):
-        if flag in known:
-            continue
-        near = difflib.get_close_matches(flag, sorted(known - set(owned)), n=3, cutoff=0.6)
-        hint = f" Nearest: {', '.join(_ours(name, owner) for name in near)}." if near else ""
-        whose = "vLLM" if owner == "vllm" else "vllm-router"
-        problems.append(f"unknown flag {_ours(flag, owner)}: {whose} has no {flag}.{hint}")
-    return problems
-
-
-def _parse(parser: argparse.ArgumentParser, tokens: Sequence[str], owner: str) -> list[str]:
-    """What the parser says to the tokens."""
-
-    def refuse(message: str) -> NoReturn:
-        raise _RefusedError(message)
-
-    parser.error = refuse  # type: ignore[method-assign]
-    try:
-        parser.parse_args(list(tokens))
-    except (_RefusedError, ValueError, TypeError) as error:
-        return [re.sub(r"(?<![\w-])--(?=[a-z])", f"--{owner}-", str(error))]
-    return []
+def _spelled(problems: Iterable[str], owner: str) -> list[str]:
+    """The parser's words with the flags in the user's spelling."""
+    return [re.sub(r"(?<![\w-])--[a-z][\w-]*", lambda match: _ours(match.group(), owner), problem) for problem in problems]
 
 
 class _Cache:
-    """Flags that vLLM's parser has, and digests of the token lists that it accepted; valid for one state of its files."""
+    """Digests of the token lists that vLLM's parser accepted; valid for one state of its files."""
 
     _KEPT = 64  # accepted token lists remembered
 
     def __init__(self) -> None:
-        self._path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vime" / "vllm_flags.json"
+        self._path = cache_folder() / "vllm_accepted.json"
         self._key = self._fingerprint()
-        self.options: list[str] = []
         self._accepted: list[str] = []
         try:
             data = json.loads(self._path.read_text())
             if data["key"] == self._key:
-                self.options, self._accepted = list(data["options"]), list(data["accepted"])
+                self._accepted = list(data["accepted"])
         except (OSError, ValueError, KeyError, TypeError):
             return  # no cache, or a torn one: the parser itself is asked
 
     def accepted(self, tokens: Sequence[str]) -> bool:
         """Whether vLLM's parser took exactly these tokens before."""
-        return self._digest(tokens) in self._accepted
+        return not tokens or self._digest(tokens) in self._accepted
 
-    def store(self, options: list[str], tokens: Sequence[str] | None) -> None:
-        """Remember the options, and the tokens when they were accepted. A cache that cannot be written is no error."""
-        accepted = self._accepted + ([self._digest(tokens)] if tokens is not None else [])
-        text = json.dumps({"key": self._key, "options": options, "accepted": accepted[-self._KEPT :]})
+    def store(self, tokens: Sequence[str]) -> None:
+        """Remember tokens that were accepted. A cache that cannot be written is no error."""
+        text = json.dumps({"key": self._key, "accepted": [*self._accepted, self._digest(tokens)][-self._KEPT :]})
         draft = self._path.with_suffix(f".{os.getpid()}")
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)

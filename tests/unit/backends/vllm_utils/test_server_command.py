@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from vime.backends.vllm_utils import arguments
 from vime.backends.vllm_utils.router import router_command
 from vime.backends.vllm_utils.server import engine_command, engine_environment
 from vime.config import RunConfig
@@ -37,11 +38,29 @@ def test_the_framework_decides_address_model_and_seed() -> None:
     }
 
 
+def flags_of(command: list[str]) -> set[str]:
+    """The command's flags, switched off or on."""
+    return {"--" + word.removeprefix("--").removeprefix("no-") for word in command if word.startswith("--")}
+
+
+def test_each_flag_that_we_pass_is_refused_from_the_user_or_said_to_be_a_default_of_ours() -> None:
+    everything = RunConfig(
+        cluster=CPU,
+        model=MODEL,
+        rollout=s.RolloutConfig(rollout_max_context_len=99),
+        engine=s.EngineConfig(vllm_enable_deterministic_inference=True),
+    )
+    engine = flags_of(engine_command(everything, port=1))
+    assert engine - set(arguments.OWNED_VLLM) == arguments.OVERRIDABLE_VLLM
+    router = flags_of(router_command(["http://127.0.0.1:1"], port=1, metrics_port=2, router_tokens=()))
+    assert router - set(arguments.OWNED_ROUTER) == arguments.OVERRIDABLE_ROUTER
+
+
 def test_the_users_tokens_come_last_and_win() -> None:
-    config = RunConfig(cluster=CPU, model=MODEL, vllm_tokens=("--logprobs-mode", "raw_logprobs"))
+    config = RunConfig(cluster=CPU, model=MODEL, vllm_tokens=("--uvicorn-log-level", "info"))
     command = engine_command(config, port=1)
-    assert value(command, "--logprobs-mode") == "raw_logprobs"
-    assert command.index("--logprobs-mode") < len(command) - 2
+    assert value(command, "--uvicorn-log-level") == "info"
+    assert command.index("--uvicorn-log-level") < len(command) - 2
     assert router_command([], port=1, metrics_port=2, router_tokens=("--policy", "random")).count("--policy") == 2
 
 

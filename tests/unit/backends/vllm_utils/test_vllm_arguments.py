@@ -18,7 +18,7 @@ def test_router_flags_that_its_parser_takes_are_no_problem() -> None:
 @pytest.mark.parametrize(
     ("tokens", "said"),
     [
-        (["--polcy", "random"], "unknown flag --router-polcy: vllm-router has no --polcy. Nearest: --router-policy"),
+        (["--polcy", "random"], "unknown flag --router-polcy."),
         (["--port", "3"], "--router-port is set by vime itself: use --vllm-router-port"),
         (["--policy", "best"], "argument --router-policy: invalid choice: 'best'"),
         (["--wasm-middleware-sha256", "00"], "wasm_middleware_sha256 requires wasm_middleware"),
@@ -61,16 +61,19 @@ def test_what_vllm_accepted_once_is_remembered_and_nothing_else(monkeypatch: pyt
     assert arguments.check_vllm(["--max-num-seqs", "many"]) == ["argument --vllm-max-num-seqs: invalid int value: 'many'"]
     assert arguments.check_vllm(["--max-num-seqs", "many"]) != []
     assert len(asked) == 3
-    said = arguments.check_vllm(["--max-num-seq", "64"])
-    assert said == ["unknown flag --vllm-max-num-seq: vLLM has no --max-num-seq. Nearest: --vllm-max-num-seqs."]
-    assert len(asked) == 3  # the remembered list of flags is enough
+    said = arguments.check_vllm(["--max-num-seq", "64", "--max_num_seqs", "many", "--port", "1"])
+    assert said == [
+        "--vllm-port is set by vime itself: leave it out (a free port is found).",
+        "unknown flag --vllm-max-num-seq.",
+        "argument --vllm-max-num-seqs: invalid int value: 'many'",
+    ]
 
 
 def test_a_torn_cache_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (tmp_path / "vime").mkdir()
-    (tmp_path / "vime" / "vllm_flags.json").write_text('{"key": ')
-    assert arguments._Cache().options == []
+    (tmp_path / "vime" / "vllm_accepted.json").write_text('{"key": ')
+    assert not arguments._Cache().accepted(["--max-num-seqs", "1"])
 
 
 def test_the_command_prints_one_problem_a_line_and_exits_with_2() -> None:
@@ -79,5 +82,5 @@ def test_the_command_prints_one_problem_a_line_and_exits_with_2() -> None:
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
         "--vllm-model is set by vime itself: use --hf-checkpoint.",
-        "--vllm-port is set by vime itself: leave it out.",
+        "--vllm-port is set by vime itself: leave it out (a free port is found).",
     ]

@@ -1,0 +1,94 @@
+"""What an unknown flag was meant to be: known under another prefix, renamed, set by the framework, or one edit away."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from vime.config.names import NameIndex
+from vime.config.options import Option
+from vime.config.owners import OWNERS
+from vime.config.parse import flag_table
+
+__all__ = ["Names"]
+
+_PREFIXES = ("--no-vllm-", "--vllm-router-", "--vllm-", "--no-router-", "--router-", "--sglang-router-", "--sglang-", "--megatron-", "--")
+_TENSOR_PARALLEL = (
+    "the trainer's tensor parallelism is --tensor-model-parallel-size (Megatron), an engine's is --rollout-num-gpus-per-engine"
+)
+_EXPLAINED = {  # names that could mean several things, without their prefix
+    **dict.fromkeys(("tensor-parallel-size", "tp-size", "tp", "tensor-parallel", "tensor-model-parallel"), _TENSOR_PARALLEL),
+    "seed": "the trainer's seed is --seed, that of sampling and shuffling --rollout-seed",
+    "max-model-len": "the longest prompt plus response is --rollout-max-context-len",
+    "batch-size": "prompts in a step are --rollout-batch-size, rollouts in an optimizer step --global-batch-size",
+    "temperature": "it is --rollout-temperature, in evaluation --eval-temperature",
+    "learning-rate": "it is --lr",
+    "max-tokens": "a response's is --rollout-max-response-len, that of a packed micro-batch --max-tokens-per-gpu",
+}
+
+
+@dataclass(slots=True)
+class Names:
+    """Every name that a flag can have here."""
+
+    owners: Mapping[str, Sequence[Option]]  # owner -> its options
+    renamed: Mapping[str, str] = field(default_factory=dict)  # other frameworks' flags -> what they are here
+    _said: dict[str, str] = field(init=False)  # flag as typed here -> whose it is
+    _refused: dict[str, str] = field(init=False)  # option of an owner, as typed here -> why it cannot be given
+    _index: NameIndex = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._said = {flag: f"vime, {section}" for flag, (section, _) in flag_table().items()}
+        self._refused = {}
+        for owner, options in self.owners.items():
+            for option in options:
+                for flag in option.flags:
+                    name = with_prefix(flag, owner)
+                    if option.note:
+                        self._refused.setdefault(name, option.note)
+                    else:
+                        self._said.setdefault(name, OWNERS[owner].title)
+        self._index = NameIndex(self._said)
+
+    def explain(self, flag: str) -> str:
+        """One problem: that `flag` is unknown, and what to write instead."""
+        opening = f"unknown flag {flag}"
+        tidy = "--" + flag.lstrip("-").replace("_", "-").lower()
+        if tidy in self.renamed:
+            return f"{opening}: {self.renamed[tidy]}"
+        if tidy in self._said:
+            return f"{opening}: names have dashes and small letters here: {self._named(tidy)}."
+        bodies = list(dict.fromkeys(tidy.removeprefix(prefix) for prefix in _PREFIXES if tidy.startswith(prefix)))
+        for body in bodies:
+            if body in _EXPLAINED:
+                return f"{opening}: {_EXPLAINED[body]}."
+        if elsewhere := self._elsewhere(tidy, bodies):
+            return f"{opening}: {elsewhere}"
+        near = self._index.nearest(tidy)
+        if not near:
+            return (
+                f"{opening}: nobody has one like it. `vime train --help` lists vime's flags, --help=vllm and so on the others'."
+            )
+        return f"{opening}. Nearest: {', '.join(self._named(name) for name in near)}."
+
+    def _elsewhere(self, tidy: str, bodies: Sequence[str]) -> str:
+        """The same name behind another prefix; "" when there is none."""
+        spelled = [
+            prefix + body for body in bodies for prefix in ("--", "--rollout-", "--vllm-", "--no-vllm-", "--router-", "--vllm-router-")
+        ]
+        candidates = [name for name in dict.fromkeys(spelled) if name != tidy]
+        right = [name for name in candidates if name in self._said]
+        if right:
+            return f"that name is known with another prefix: {', or '.join(self._named(name) for name in right)}."
+        return next((f"that would be {name}, {self._refused[name]}" for name in (tidy, *candidates) if name in self._refused), "")
+
+    def _named(self, flag: str) -> str:
+        return f"{flag} ({self._said[flag]})"
+
+
+def with_prefix(flag: str, owner: str) -> str:
+    """An owner's option as it is typed here: --max-num-seqs of vLLM is --vllm-max-num-seqs."""
+    prefix = OWNERS[owner].prefix
+    if flag.startswith("--no-") and owner != "megatron":
+        return "--no-" + prefix.removeprefix("--") + flag.removeprefix("--no-")
+    return prefix + flag.removeprefix("--")
