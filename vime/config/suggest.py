@@ -9,6 +9,7 @@ from vime.config.names import NameIndex
 from vime.config.options import Option
 from vime.config.owners import OWNERS
 from vime.config.parse import flag_table
+from vime.config.renamed import GONE, RENAMED, explained
 
 __all__ = ["Names"]
 
@@ -32,7 +33,6 @@ class Names:
     """Every name that a flag can have here."""
 
     owners: Mapping[str, Sequence[Option]]  # owner -> its options
-    renamed: Mapping[str, str] = field(default_factory=dict)  # other frameworks' flags -> what they are here
     _said: dict[str, str] = field(init=False)  # flag as typed here -> whose it is
     _refused: dict[str, str] = field(init=False)  # option of an owner, as typed here -> why it cannot be given
     _index: NameIndex = field(init=False)
@@ -54,21 +54,21 @@ class Names:
         """One problem: that `flag` is unknown, and what to write instead."""
         opening = f"unknown flag {flag}"
         tidy = "--" + flag.lstrip("-").replace("_", "-").lower()
-        if tidy in self.renamed:
-            return f"{opening}: {self.renamed[tidy]}"
         if tidy in self._said:
             return f"{opening}: names have dashes and small letters here: {self._named(tidy)}."
+        if tidy in RENAMED or tidy in GONE:
+            return f"{opening}: {explained(tidy)}"
         bodies = list(dict.fromkeys(tidy.removeprefix(prefix) for prefix in _PREFIXES if tidy.startswith(prefix)))
         for body in bodies:
             if body in _EXPLAINED:
                 return f"{opening}: {_EXPLAINED[body]}."
         if elsewhere := self._elsewhere(tidy, bodies):
             return f"{opening}: {elsewhere}"
+        if family := explained(tidy):
+            return f"{opening}: {family}"
         near = self._index.nearest(tidy)
         if not near:
-            return (
-                f"{opening}: nobody has one like it. `vime train --help` lists vime's flags, --help=vllm and so on the others'."
-            )
+            return f"{opening}: nobody has one like it. `vime train --help` lists vime's flags, --help=vllm and so on the others'."
         return f"{opening}. Nearest: {', '.join(self._named(name) for name in near)}."
 
     def _elsewhere(self, tidy: str, bodies: Sequence[str]) -> str:
@@ -80,7 +80,7 @@ class Names:
         right = [name for name in candidates if name in self._said]
         if right:
             return f"that name is known with another prefix: {', or '.join(self._named(name) for name in right)}."
-        return next((f"that would be {name}, {self._refused[name]}" for name in (tidy, *candidates) if name in self._refused), "")
+        return next((f"that would be {name}, which {self._refused[name]}" for name in (tidy, *candidates) if name in self._refused), "")
 
     def _named(self, flag: str) -> str:
         return f"{flag} ({self._said[flag]})"

@@ -30,11 +30,10 @@ NAMES = Names(
         "vllm": [
             option("--max-num-seqs"),
             option("--enable-prefix-caching", "--no-enable-prefix-caching"),
-            option("--dtype", note="set by vime itself: leave it out."),
+            option("--dtype", note="is set by vime itself: leave it out."),
         ],
-        "router": [option("--policy"), option("--cb-failure-threshold"), option("--port", note="set by vime itself: leave it out.")],
-    },
-    renamed={"--sglang-mem-fraction-static": "it is --vllm-gpu-memory-utilization here."},
+        "router": [option("--policy"), option("--cb-failure-threshold"), option("--port", note="is set by vime itself: leave it out.")],
+    }
 )
 
 
@@ -68,8 +67,10 @@ def test_each_flag_of_ours_one_edit_away_is_caught_and_the_right_one_is_suggeste
 @pytest.mark.parametrize(
     ("flag", "said"),
     [
-        ("--vllm-router-policy", "--router-policy (vllm-router)"),
-        ("--router-ip", "--vllm-router-ip (vime, engine)"),
+        ("--vllm-router-policy", "is spelled --router-policy here."),
+        ("--vllm-router-cb-failure-threshold", "--router-cb-failure-threshold (vllm-router)"),
+        ("--sglang-no-such-thing", "Engines are vLLM's"),
+        ("--router-ip", "--vllm-router-ip (vime, router)"),
         ("--tensor-parallel-size", "--tensor-model-parallel-size (Megatron), an engine's is --rollout-num-gpus-per-engine"),
         ("--vllm-tensor-parallel-siz", "unknown flag --vllm-tensor-parallel-siz"),
         ("--max-num-seqs", "--vllm-max-num-seqs (vLLM)"),
@@ -77,14 +78,14 @@ def test_each_flag_of_ours_one_edit_away_is_caught_and_the_right_one_is_suggeste
         ("--vllm-lr", "--lr (vime, training)"),
         ("--router-weight-decay", "--weight-decay (Megatron)"),
         ("--sglang-max-num-seqs", "--vllm-max-num-seqs (vLLM)"),
-        ("--sglang-mem-fraction-static", "it is --vllm-gpu-memory-utilization here."),
+        ("--sglang-mem-fraction-static", "is spelled --vllm-gpu-memory-utilization here."),
         ("--rollout_batch_size", "names have dashes and small letters here: --rollout-batch-size"),
         ("--temperature", "--rollout-temperature"),
         ("--vllm-max-num-seq", "Nearest: --vllm-max-num-seqs (vLLM)."),
         ("--no-vllm-enable-prefix-cachin", "Nearest: --no-vllm-enable-prefix-caching (vLLM)."),
         ("--router-polcy", "Nearest: --router-policy (vllm-router)."),
         ("--weight-deca", "Nearest: --weight-decay (Megatron)."),
-        ("--dtype", "that would be --vllm-dtype, set by vime itself: leave it out."),
+        ("--dtype", "that would be --vllm-dtype, which is set by vime itself: leave it out."),
         ("--qwertyuiop", "nobody has one like it"),
     ],
 )

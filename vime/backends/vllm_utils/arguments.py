@@ -28,7 +28,6 @@ from vime.config.owners import OWNERS
 
 __all__ = ["OVERRIDABLE_ROUTER", "OVERRIDABLE_VLLM", "OWNED_ROUTER", "OWNED_VLLM", "check_router", "check_vllm", "main"]
 
-_ONE_HOST = "nothing: an engine is one tensor-parallel group (--rollout-num-gpus-per-engine), more engines are --rollout-num-gpus"
 _HTTP = "nothing: engines listen on loopback, in plain HTTP"
 
 # flags that the framework sets, or that would break what it builds on, and what to use instead
@@ -50,25 +49,6 @@ OWNED_VLLM = {
     "--api-key": "nothing: the engines' control paths have a secret of the run's own",
     "--served-model-name": "nothing: it is vime in every run",
     "--tensor-parallel-size": "--rollout-num-gpus-per-engine",
-    "--pipeline-parallel-size": _ONE_HOST,
-    "--prefill-context-parallel-size": _ONE_HOST,
-    "--decode-context-parallel-size": _ONE_HOST,
-    "--data-parallel-size": _ONE_HOST,
-    "--data-parallel-size-local": _ONE_HOST,
-    "--data-parallel-rank": _ONE_HOST,
-    "--data-parallel-start-rank": _ONE_HOST,
-    "--data-parallel-address": _ONE_HOST,
-    "--data-parallel-rpc-port": _ONE_HOST,
-    "--data-parallel-supervisor-port": _ONE_HOST,
-    "--data-parallel-backend": _ONE_HOST,
-    "--data-parallel-hybrid-lb": _ONE_HOST,
-    "--data-parallel-external-lb": _ONE_HOST,
-    "--data-parallel-multi-port-external-lb": _ONE_HOST,
-    "--distributed-executor-backend": _ONE_HOST,
-    "--nnodes": _ONE_HOST,
-    "--node-rank": _ONE_HOST,
-    "--master-addr": _ONE_HOST,
-    "--master-port": _ONE_HOST,
     "--api-server-count": "nothing: one server an engine, which the weight sync talks to",
     "--max-model-len": "--rollout-max-context-len",
     "--dtype": "nothing: on the CPU engines compute in float32, as the trainer does",
@@ -87,6 +67,12 @@ OWNED_VLLM = {
     "--load-format": "nothing: engines start from --hf-checkpoint",
     "--help": "vime train --help=vllm",
 }
+NOT_YET_VLLM = frozenset(  # an engine is one tensor-parallel group on one host so far
+    "--pipeline-parallel-size --prefill-context-parallel-size --decode-context-parallel-size --data-parallel-size --data-parallel- "
+    "size-local --data-parallel-rank --data-parallel-start-rank --data-parallel-address --data-parallel-rpc-port --data-parallel- "
+    "supervisor-port --data-parallel-backend --data-parallel-hybrid-lb --data-parallel-external-lb --data-parallel-multi-port- "
+    "external-lb --distributed-executor-backend --nnodes --node-rank --master-addr --master-port".split()
+)
 OVERRIDABLE_VLLM = frozenset(  # set by us, too, as a default: the user's word comes later on the command line and wins
     "--middleware --uvicorn-log-level --kv-cache-memory-bytes --enforce-eager --enable-prefix-caching --max-num-seqs".split()
 )
@@ -112,11 +98,11 @@ OVERRIDABLE_ROUTER = frozenset(
 def check_vllm(tokens: Sequence[str]) -> list[str]:
     """Problems with engine tokens, in the user's spelling (--vllm-X); empty when vLLM's own parser takes them."""
     cache = _Cache()
-    problems, rest = _owned(tokens, OWNED_VLLM, "vllm")
+    problems, rest = _owned(tokens, _vllm_refusals(), "vllm")
     if cache.accepted(rest):
         return problems
     parser = _vllm_parser()
-    _remember(parser, OWNED_VLLM, "vllm")
+    _remember(parser, _vllm_refusals(), "vllm")
     refused = _spelled(parse_all(parser, rest, underscores=True)[1], "vllm")
     if not refused:
         cache.store(rest)
@@ -127,9 +113,9 @@ def check_router(tokens: Sequence[str]) -> list[str]:
     """Problems with router tokens, in the user's spelling (--router-X); empty when vllm-router's own parser takes them."""
     from vllm_router.router_args import RouterArgs
 
-    problems, rest = _owned(tokens, OWNED_ROUTER, "router")
+    problems, rest = _owned(tokens, _refusals(OWNED_ROUTER), "router")
     parser = _router_parser()
-    _remember(parser, OWNED_ROUTER, "router")
+    _remember(parser, _refusals(OWNED_ROUTER), "router")
     problems += _spelled(parse_all(parser, rest)[1], "router")
     if problems:
         return problems
@@ -195,17 +181,33 @@ def _router_parser() -> argparse.ArgumentParser:
 
 def _list_options(owner: str) -> list[Option]:
     """The options of a parser that is not remembered, which is remembered now."""
-    return _remember(_vllm_parser(), OWNED_VLLM, owner) if owner == "vllm" else _remember(_router_parser(), OWNED_ROUTER, owner)
+    if owner == "vllm":
+        return _remember(_vllm_parser(), _vllm_refusals(), owner)
+    return _remember(_router_parser(), _refusals(OWNED_ROUTER), owner)
 
 
-def _remember(parser: argparse.ArgumentParser, owned: Mapping[str, str], owner: str) -> list[Option]:
-    options = describe(parser, {flag: f"set by vime itself: {_cure(instead)}" for flag, instead in owned.items()})
+def _remember(parser: argparse.ArgumentParser, refused: Mapping[str, str], owner: str) -> list[Option]:
+    options = describe(parser, refused)
     store_options(owner, OWNERS[owner].key(), options)
     return options
 
 
-def _owned(tokens: Sequence[str], owned: Mapping[str, str], owner: str) -> tuple[list[str], list[str]]:
-    """(a problem for each flag that is ours to set, the other tokens)."""
+def _refusals(owned: Mapping[str, str]) -> dict[str, str]:
+    """Option -> why it cannot be given, and the cure."""
+    return {
+        flag: "is set by vime itself: "
+        + (f"leave it out ({instead.removeprefix('nothing: ')})." if instead.startswith("nothing") else f"use {instead}.")
+        for flag, instead in owned.items()
+    }
+
+
+def _vllm_refusals() -> dict[str, str]:
+    why = "is not available yet: an engine is one tensor-parallel group on one host. Start more engines with --rollout-num-gpus."
+    return _refusals(OWNED_VLLM) | dict.fromkeys(NOT_YET_VLLM, why)
+
+
+def _owned(tokens: Sequence[str], refused: Mapping[str, str], owner: str) -> tuple[list[str], list[str]]:
+    """(a problem for each flag that is refused, the other tokens)."""
     problems: dict[str, None] = {}
     rest: list[str] = []
     ours = False
@@ -213,16 +215,12 @@ def _owned(tokens: Sequence[str], owned: Mapping[str, str], owner: str) -> tuple
         if token.startswith("--"):
             name = re.split(r"[=.]", token, maxsplit=1)[0].replace("_", "-")
             positive = "--" + name.removeprefix("--no-") if name.startswith("--no-") else name
-            ours = name in owned or positive in owned
+            ours = name in refused or positive in refused
             if ours:
-                problems[f"{_ours(name, owner)} is set by vime itself: {_cure(owned.get(name) or owned[positive])}"] = None
+                problems[f"{_ours(name, owner)} {refused.get(name) or refused[positive]}"] = None
         if not ours:
             rest.append(token)
     return list(problems), rest
-
-
-def _cure(instead: str) -> str:
-    return f"leave it out ({instead.removeprefix('nothing: ')})." if instead.startswith("nothing") else f"use {instead}."
 
 
 def _ours(flag: str, owner: str) -> str:

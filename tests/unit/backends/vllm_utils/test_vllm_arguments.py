@@ -61,7 +61,7 @@ def test_what_vllm_accepted_once_is_remembered_and_nothing_else(monkeypatch: pyt
     assert arguments.check_vllm(["--max-num-seqs", "many"]) == ["argument --vllm-max-num-seqs: invalid int value: 'many'"]
     assert arguments.check_vllm(["--max-num-seqs", "many"]) != []
     assert len(asked) == 3
-    said = arguments.check_vllm(["--max-num-seq", "64", "--max_num_seqs", "many", "--port", "1"])
+    said = arguments.check_vllm(["--max-num-seq", "64", "--max-num-seqs", "many", "--port", "1"])
     assert said == [
         "--vllm-port is set by vime itself: leave it out (a free port is found).",
         "unknown flag --vllm-max-num-seq.",
