@@ -32,6 +32,8 @@ class TrainSample:
     rollout_mask_sum: float  # trained tokens of the whole rollout, over all its segments
     rollout_log_probs: npt.NDArray[np.float32] | None = None  # [R] the engine's
     teacher_log_probs: npt.NDArray[np.float32] | None = None  # [R]
+    kept_ids: npt.NDArray[np.int32] | None = None  # [K] the tokens that top-k and top-p sampling left, token by token
+    kept_offsets: npt.NDArray[np.int64] | None = None  # [R + 1] response token i was drawn from kept_ids[offsets[i] : offsets[i + 1]]
     truncated: bool = False
     metadata: dict[str, Any] | None = None
 

@@ -103,6 +103,11 @@ def _rollout(config: RunConfig) -> Iterator[str]:
         yield "--rm-type and --custom-rm-path both give the reward: leave one out."
     if reward.group_rm and reward.custom_rm_path is None:
         yield "--group-rm needs --custom-rm-path: built-in rewards score one sample at a time."
+    if rollout.rollout_top_p < 1 and rollout.rollout_top_k <= 0 and ours and not debug.debug_rollout_only:
+        yield (
+            f"--rollout-top-p {rollout.rollout_top_p:g} needs --rollout-top-k: the trainer's probabilities are over the tokens that the "
+            "engine chose from, and top-k bounds how many it reports. Add --rollout-top-k 100, say, or leave --rollout-top-p out."
+        )
     context = rollout.rollout_max_context_len
     if context is not None and rollout.rollout_max_prompt_len is not None and rollout.rollout_max_prompt_len >= context:
         length = rollout.rollout_max_prompt_len

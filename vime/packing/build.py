@@ -215,6 +215,8 @@ def _filler(like: TrainSample) -> TrainSample:
         rollout_mask_sum=0.0,
         rollout_log_probs=None if like.rollout_log_probs is None else nothing,
         teacher_log_probs=None if like.teacher_log_probs is None else nothing,
+        kept_ids=None,
+        kept_offsets=None,
         truncated=False,
         metadata=None,
     )

@@ -48,6 +48,7 @@ def to_train_samples(
         rewards = _normalised(chosen, raw, rollout_ids, algorithm)
     rollout_log_probs = _per_token(chosen, "rollout_log_probs")
     teacher_log_probs = _per_token(chosen, "teacher_log_probs")
+    kept_tokens = [_kept(sample, mask) for sample, mask in zip(chosen, masks, strict=True)]
     mask_sums: dict[int, float] = defaultdict(float)
     for rollout_id, mask in zip(rollout_ids, masks, strict=True):
         mask_sums[rollout_id] += float(mask.sum())
@@ -64,6 +65,8 @@ def to_train_samples(
             rollout_mask_sum=mask_sums[rollout_ids[i]],
             rollout_log_probs=rollout_log_probs[i],
             teacher_log_probs=teacher_log_probs[i],
+            kept_ids=kept_tokens[i][0],
+            kept_offsets=kept_tokens[i][1],
             truncated=sample.status is Sample.Status.TRUNCATED,
             metadata=sample.train_metadata,
         )
@@ -143,6 +146,30 @@ def _finite_values(sample: Sample, field: str) -> npt.NDArray[np.float32]:
         at = int(np.argmin(np.isfinite(array)))
         raise DataError(f"{_name(sample)}: {field}[{at}] is {array[at]}, not a finite number.")
     return array
+
+
+def _kept(sample: Sample, mask: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.int32] | None, npt.NDArray[np.int64] | None]:
+    """(ids [K], offsets [R + 1]) of the tokens that each response token was drawn from; every trained token must be among its own."""
+    if sample.rollout_top_p_token_offsets is None:
+        return None, None
+    ids = np.asarray(sample.rollout_top_p_token_ids or [], dtype=np.int32)
+    offsets = np.asarray(sample.rollout_top_p_token_offsets, dtype=np.int64)
+    counts = np.diff(offsets)
+    if len(offsets) != sample.response_length + 1 or offsets[0] != 0 or offsets[-1] != len(ids) or (counts < 0).any():
+        raise DataError(
+            f"{_name(sample)}: rollout_top_p_token_offsets must be {sample.response_length + 1} ascending numbers from 0 to the "
+            f"{len(ids)} rollout_top_p_token_ids; use Sample.append_response_tokens(kept=...)."
+        )
+    tokens = np.asarray(sample.tokens[len(sample.tokens) - sample.response_length :], dtype=np.int64)
+    found = np.zeros(sample.response_length, dtype=bool)
+    found[np.repeat(np.arange(sample.response_length), counts)[ids == np.repeat(tokens, counts)]] = True
+    wrong = (mask > 0) & (counts > 0) & ~found
+    if wrong.any():
+        at = int(np.argmax(wrong))
+        raise DataError(
+            f"{_name(sample)}: response token {at} is {tokens[at]}, which is not among the {counts[at]} tokens it was drawn from."
+        )
+    return ids, offsets
 
 
 def _reward(sample: Sample, reward: RewardConfig, args: Any, *, needed: bool) -> float:

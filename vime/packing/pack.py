@@ -19,9 +19,28 @@ import torch
 from vime.errors import DataError
 from vime.types import StepPlan, TrainSample
 
-__all__ = ["PackedBatch", "pack"]
+__all__ = ["KeptTokens", "PackedBatch", "pack"]
 
 TOKEN_VALUES = ("advantages", "old_log_probs", "rollout_log_probs", "ref_log_probs")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptTokens:
+    """The tokens that top-k and top-p sampling left to choose from, of each of n positions; none = all of the vocabulary."""
+
+    ids: torch.Tensor  # [K] i64, position by position
+    offsets: torch.Tensor  # [n + 1] i64: position t has ids[offsets[t] : offsets[t + 1]]
+
+    def of(self, rows: torch.Tensor) -> KeptTokens:
+        """Those of the positions `rows` [N] i64."""
+        count = self.offsets[rows + 1] - self.offsets[rows]
+        ends = count.cumsum(0)
+        entry = torch.arange(int(count.sum()), device=rows.device) + (self.offsets[rows] - (ends - count)).repeat_interleave(count)
+        return KeptTokens(ids=self.ids[entry], offsets=torch.cat([ends.new_zeros(1), ends]))
+
+    def to(self, device: torch.device | str) -> KeptTokens:
+        """A copy on `device`."""
+        return KeptTokens(ids=self.ids.to(device, non_blocking=True), offsets=self.offsets.to(device, non_blocking=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +67,7 @@ class PackedBatch:
     old_log_probs: torch.Tensor | None = None  # [T] f32
     rollout_log_probs: torch.Tensor | None = None  # [T] f32
     ref_log_probs: torch.Tensor | None = None  # [T] f32
+    kept: KeptTokens | None = None  # what the label of each of the T positions was sampled from
 
     @property
     def num_tokens(self) -> int:
@@ -110,7 +130,8 @@ class PackedBatch:
     def to(self, device: torch.device | str) -> PackedBatch:
         """A copy with all tensors on `device`."""
         moved = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{k: v.to(device, non_blocking=True) for k, v in moved.items() if isinstance(v, torch.Tensor)})
+        tensors = {k: v.to(device, non_blocking=True) for k, v in moved.items() if isinstance(v, torch.Tensor)}
+        return replace(self, **tensors, kept=None if self.kept is None else self.kept.to(device))
 
 
 def token_weight(sample: TrainSample, plan: StepPlan, *, per_token: bool) -> float:
@@ -179,7 +200,19 @@ def pack(samples: Sequence[TrainSample], plan: StepPlan, *, per_token: bool, mul
         raise DataError(
             f"sample {lacking} has no rollout_log_probs but others of its micro-batch have; give them to all samples or to none."
         )
-    return packed.with_token_values(rollout_log_probs=known) if known else packed
+    packed = packed.with_token_values(rollout_log_probs=known) if known else packed
+    return replace(packed, kept=_kept(samples, packed)) if any(s.kept_offsets is not None for s in samples) else packed
+
+
+def _kept(samples: Sequence[TrainSample], packed: PackedBatch) -> KeptTokens:
+    """The samples' kept tokens at the positions that predict their responses."""
+    counts = torch.zeros(packed.num_tokens, dtype=torch.int64)
+    ids = [torch.zeros(0, dtype=torch.int64)]
+    for sample, where in zip(samples, packed.response_slices(), strict=True):
+        if sample.kept_offsets is not None and sample.kept_ids is not None:
+            counts[where] = torch.from_numpy(np.diff(sample.kept_offsets).astype(np.int64))
+            ids.append(torch.from_numpy(sample.kept_ids.astype(np.int64)))
+    return KeptTokens(ids=torch.cat(ids), offsets=torch.cat([counts.new_zeros(1), counts.cumsum(0)]))
 
 
 def _check(sample: TrainSample) -> None:

@@ -3,6 +3,10 @@
 The wire format is vLLM's (entrypoints/scale_out/token_in_token_out/protocol.py): the request carries `token_ids` and
 `sampling_params`; a choice of the reply carries `token_ids`, `logprobs.content[i].{token_id, logprob}`, `finish_reason`
 and `weight_versions` spans `{version, start, end}` over the output's tokens.
+
+With `kept_tokens` true in a request's sampling parameters the reply must tell what top-k and top-p sampling left to choose
+from: as `sampling_mask`, where the engine runs with --return-sampling-mask, else as the top_k candidates of each token, of
+which those that were cut off have the log-probability -9999.
 """
 
 from __future__ import annotations
@@ -29,7 +33,8 @@ _STATUS = {
 }
 # Keys of slime's sampling_params that vLLM calls otherwise, or does not have because we decode ourselves.
 _RENAMED = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
-_OURS = frozenset({"skip_special_tokens", "no_stop_trim", "spaces_between_special_tokens"})
+_OURS = frozenset({"skip_special_tokens", "no_stop_trim", "spaces_between_special_tokens", "kept_tokens"})
+_CUT_OFF = -9999.0  # vLLM's log-probability of what cannot be sampled, and of what it does not know
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +45,7 @@ class Generation:
     log_probs: list[float]  # [N] natural logarithm, of the distribution that was sampled from
     weight_versions: list[str]  # [N] the weight version each token was sampled under; "" when the engine does not say
     status: Sample.Status
+    kept: list[list[int]] | None = None  # [N] the tokens each was drawn from, when that was asked for
 
 
 class EngineClient:
@@ -65,7 +71,7 @@ class EngineClient:
         headers = {SESSION_HEADER: session_id} if session_id else None
         async with self.scope.slot(self.url):
             reply = await request_json(self.scope.open(), "POST", self.url, payload, policy=self.scope.policy, first_try_headers=headers)
-        return parse_reply(reply, self.url)
+        return parse_reply(reply, self.url, kept=bool(sampling_params.get("kept_tokens")))
 
     async def generate_several(
         self, token_ids: list[int], sampling_params: dict[str, Any], count: int, *, session_id: str | None = None
@@ -81,7 +87,7 @@ class EngineClient:
         headers = {SESSION_HEADER: session_id} if session_id else None
         async with self.scope.slot(self.url, count):
             reply = await request_json(self.scope.open(), "POST", self.url, payload, policy=self.scope.policy, first_try_headers=headers)
-        return parse_replies(reply, count, self.url)
+        return parse_replies(reply, count, self.url, kept=bool(sampling_params.get("kept_tokens")))
 
 
 def engine_sampling_params(params: dict[str, Any]) -> dict[str, Any]:
@@ -90,12 +96,12 @@ def engine_sampling_params(params: dict[str, Any]) -> dict[str, Any]:
     for name in ("stop", "stop_token_ids"):
         if not out.get(name):
             out.pop(name, None)
-    out["logprobs"] = 0  # the sampled token's own
+    out["logprobs"] = params["top_k"] if params.get("kept_tokens") else 0  # 0: the sampled token's own
     out["detokenize"] = "stop" in out  # stop strings are found in text; without them the engine need not make any
     return out
 
 
-def parse_reply(reply: Any, url: str) -> Generation:
+def parse_reply(reply: Any, url: str, *, kept: bool = False) -> Generation:
     """Check a reply and take out what a sample needs.
 
     Raises:
@@ -106,10 +112,10 @@ def parse_reply(reply: Any, url: str) -> Generation:
         choice = reply["choices"][0]
     except (KeyError, IndexError, TypeError) as error:
         raise _torn(reply, url) from error
-    return _parse_choice(choice, url)
+    return _parse_choice(choice, url, kept)
 
 
-def parse_replies(reply: Any, count: int, url: str) -> list[Generation | GenerationError]:
+def parse_replies(reply: Any, count: int, url: str, *, kept: bool = False) -> list[Generation | GenerationError]:
     """The `count` choices of a reply, by their index; each as `parse_reply`, a GenerationError in place of what was not had.
 
     Raises:
@@ -124,7 +130,7 @@ def parse_replies(reply: Any, count: int, url: str) -> list[Generation | Generat
     found: list[Generation | GenerationError] = []
     for index in range(count):
         try:
-            found.append(_parse_choice(choices[index], url))
+            found.append(_parse_choice(choices[index], url, kept))
         except GenerationError as error:
             found.append(error)
     return found
@@ -134,7 +140,7 @@ def _torn(reply: Any, url: str) -> EngineError:
     return EngineError(f"{url} sent a reply without choices[0].token_ids/logprobs/finish_reason: {str(reply)[:300]}.")
 
 
-def _parse_choice(choice: Any, url: str) -> Generation:
+def _parse_choice(choice: Any, url: str, kept: bool) -> Generation:
     try:
         tokens = [int(token) for token in choice["token_ids"] or []]
         entries = (choice["logprobs"] or {}).get("content") or []
@@ -152,11 +158,28 @@ def _parse_choice(choice: Any, url: str) -> Generation:
         if entry["token_id"] != token:
             raise EngineError(f"{url}: logprobs[{position}] belongs to token {entry['token_id']}, but the token is {token}.")
         value = float(entry["logprob"])
-        if not math.isfinite(value) or value <= -9999.0:  # vLLM's stand-in for "not known"
+        if not math.isfinite(value) or value <= _CUT_OFF:
             raise GenerationError(f"{url} has no log-probability for token {token} at position {position} (got {value}).")
         log_probs.append(value)
     versions = _expand(choice.get("weight_versions"), len(tokens), url)
-    return Generation(token_ids=tokens, log_probs=log_probs, weight_versions=versions, status=_STATUS[reason])
+    sets = _kept(choice, tokens, entries, url) if kept else None
+    return Generation(token_ids=tokens, log_probs=log_probs, weight_versions=versions, status=_STATUS[reason], kept=sets)
+
+
+def _kept(choice: Any, tokens: list[int], entries: list[Any], url: str) -> list[list[int]]:
+    """What each token was drawn from, ascending."""
+    mask = choice.get("sampling_mask")
+    if mask is not None and len(mask) != len(tokens):
+        raise EngineError(f"{url}: sampling_mask covers {len(mask)} tokens of {len(tokens)}.")
+    if mask is None:
+        mask = [[c["token_id"] for c in entry.get("top_logprobs") or () if c["logprob"] > _CUT_OFF] for entry in entries]
+    for position, (token, ids) in enumerate(zip(tokens, mask, strict=True)):
+        if token not in ids:
+            raise EngineError(
+                f"{url}: token {token} at position {position} is not among the {len(ids)} tokens it was sampled from; the engine must "
+                "answer with top_logprobs or with a sampling_mask."
+            )
+    return [sorted(set(ids)) for ids in mask]
 
 
 def _expand(spans: list[dict[str, Any]] | None, count: int, url: str) -> list[str]:

@@ -65,7 +65,7 @@ def eval_sampling_params(state: GenerateState) -> dict[str, Any]:
         "top_k": args.eval_top_k,
         "max_new_tokens": args.eval_max_response_len,
     }
-    return {**state.sampling_params, **{name: value for name, value in over.items() if value is not None}}
+    return {**state.sampling_params, **{name: value for name, value in over.items() if value is not None}, "kept_tokens": False}
 
 
 def _groups(state: GenerateState, name: str, path: str) -> list[Group]:

@@ -72,6 +72,7 @@ class GenerateState:
             "skip_special_tokens": args.rollout_skip_special_tokens,
             "no_stop_trim": True,
             "spaces_between_special_tokens": False,
+            "kept_tokens": args.rollout_top_k > 0,  # the trainer's probabilities are over what the engine chose from
         }
 
     @property

@@ -207,8 +207,9 @@ async def all_or_cancel[T](work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-    for task in tasks:
-        if not task.cancelled() and (error := task.exception()) is not None:
+    errors = [task.exception() for task in tasks if not task.cancelled()]  # all are looked at, so that none is reported as lost
+    for error in errors:
+        if error is not None:
             raise error
     return [task.result() for task in tasks]
 

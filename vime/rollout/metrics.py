@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections import Counter
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ def rollout_metrics(args: Any, groups: Sequence[Group], *, seconds: float) -> di
     rollout/zero_std/count_{r}      groups whose members all got r
     rollout/failed_samples          members that could not be had, in groups that were kept
     rollout/staleness/{mean,max}    weight versions between a token and the newest token, over samples
+    rollout/top_p_kept_vocab_per_token  tokens that top-k and top-p sampling left to choose from, mean over sampled tokens
     perf/tokens_per_gpu_per_sec     response tokens per second and engine device
     perf/effective_tokens_per_gpu_per_sec  the same, trained tokens only
     perf/longest_sample_tokens_per_sec     length of the longest response per second
@@ -43,11 +45,19 @@ def rollout_metrics(args: Any, groups: Sequence[Group], *, seconds: float) -> di
         "rollout/failed_samples": float(len(everyone) - len(good)),
         **_zero_std(args, groups),
         **_staleness(good),
+        **_kept(good),
         "perf/tokens_per_gpu_per_sec": sum(lengths) * rate / devices,
         "perf/effective_tokens_per_gpu_per_sec": sum(part.effective_response_length for part in good) * rate / devices,
         "perf/longest_sample_tokens_per_sec": max(lengths) * rate,
         "perf/non_generation_time/mean": statistics.fmean(part.non_generation_time for part in good),
     }
+
+
+def _kept(samples: Sequence[Sample]) -> dict[str, float]:
+    """How many tokens sampling chose from; nothing when that was not asked for."""
+    offsets = [part.rollout_top_p_token_offsets for part in samples if part.rollout_top_p_token_offsets is not None]
+    counts = [after - before for one in offsets for before, after in itertools.pairwise(one) if after > before]
+    return {"rollout/top_p_kept_vocab_per_token": statistics.fmean(counts)} if counts else {}
 
 
 def eval_metrics(name: str, rewards: Sequence[float], samples: Sequence[Sample], num_failed: int) -> dict[str, float]:

@@ -61,7 +61,8 @@ def shares_request(group: Group, state: GenerateState, sampling_params: dict[str
         return False
     if sampling_params.get("seed") is not None or sampling_params.get("sampling_seed") is not None or sampling_params.get("n") is not None:
         return False
-    if not sampling_params.get("temperature", 1.0) or len(group) * sampling_params["max_new_tokens"] > MOST_TOKENS:
+    candidates = 1 + (sampling_params["top_k"] if sampling_params.get("kept_tokens") else 0)
+    if not sampling_params.get("temperature", 1.0) or len(group) * sampling_params["max_new_tokens"] * candidates > MOST_TOKENS:
         return False
     if args.num_engines > 1 and args.rollout_batch_size < GROUPS_PER_ENGINE * args.num_engines:
         return False
@@ -132,5 +133,6 @@ def _append(state: GenerateState, sample: Sample, reply: Generation, text: str) 
         log_probs=reply.log_probs,
         text=text,
         weight_versions=reply.weight_versions,
+        kept=reply.kept,
         status=reply.status,
     )

@@ -44,6 +44,8 @@ class Sample:
     weight_versions: list[str] = field(default_factory=list)  # [R] the weight version each response token was sampled under
     rollout_log_probs: list[float] | None = None  # [R] the engine's log-probabilities, natural logarithm
     teacher_log_probs: list[float] | None = None  # [R]
+    rollout_top_p_token_ids: list[int] | None = None  # [K] the tokens that top-k and top-p sampling left, token by token
+    rollout_top_p_token_offsets: list[int] | None = None  # [R + 1] response token i was drawn from ids[offsets[i] : offsets[i + 1]]
     remove_sample: bool = False  # the mask becomes all zeros; the sample still counts in its group
     status: Status = Status.PENDING
     metadata: dict[str, Any] = field(default_factory=dict)
@@ -92,12 +94,14 @@ class Sample:
         trainable: bool = True,
         text: str | None = None,
         weight_versions: list[str] | None = None,
+        kept: list[list[int]] | None = None,
         status: Status | None = None,
     ) -> None:
         """Append response tokens and keep every per-token field as long as the response.
 
         Trainable tokens (sampled by the engine) need one log-probability each; others (tool output, template text)
-        get mask 0, log-probability 0.0 and the weight version "".
+        get mask 0, log-probability 0.0 and the weight version "". `kept` lists for each token what top-k and top-p sampling
+        left to choose from; without it a token counts as drawn from the whole vocabulary.
         """
         count = len(tokens)
         if trainable and (log_probs is None or len(log_probs) != count):
@@ -108,6 +112,8 @@ class Sample:
             )
         if weight_versions is not None and len(weight_versions) != count:
             raise ValueError(f"append_response_tokens: {count} tokens but {len(weight_versions)} weight_versions.")
+        if kept is not None and len(kept) != count:
+            raise ValueError(f"append_response_tokens: {count} tokens but {len(kept)} lists of kept tokens.")
         if self.loss_mask is None:
             self.loss_mask = [1] * self.response_length
         if self.rollout_log_probs is None:
@@ -118,7 +124,18 @@ class Sample:
         self.rollout_log_probs = self.rollout_log_probs + (list(log_probs) if trainable and log_probs else [0.0] * count)
         missing = self.response_length - count - len(self.weight_versions)
         self.weight_versions = self.weight_versions + [""] * missing + list(weight_versions or [""] * count)
+        if kept is not None or self.rollout_top_p_token_offsets is not None:
+            self._append_kept(kept or [[]] * count)
         if text is not None:
             self.response += text
         if status is not None:
             self.status = status
+
+    def _append_kept(self, kept: list[list[int]]) -> None:
+        ids = list(self.rollout_top_p_token_ids or [])
+        before = self.response_length - len(kept)
+        offsets = list(self.rollout_top_p_token_offsets or [0] * (before + 1))
+        for tokens in kept:
+            ids += tokens
+            offsets.append(len(ids))
+        self.rollout_top_p_token_ids, self.rollout_top_p_token_offsets = ids, offsets

@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.unit.rollout.plugins import HERE
 from tests.unit.rollout.support import make_args
+from vime.backends.megatron_utils.log_probs import token_log_probs
 from vime.backends.vllm_utils.router import RouterServer
 from vime.errors import EngineError, GenerationError
+from vime.packing.pack import KeptTokens
 from vime.rollout.data_source import RolloutDataSourceWithBuffer
 from vime.rollout.vllm_rollout import GenerateState, generate_rollout
 from vime.utils.types import Sample
@@ -121,6 +124,25 @@ def test_a_stop_string_ends_a_response_with_its_tokens_kept(rolled: Any) -> None
     for sample in stopped:  # a token may hold several characters: the stop string ends in the last one
         assert not set(decode(sample.tokens[-sample.response_length : -1])) & set(letters)
         assert set(decode(sample.tokens[-1:])) & set(letters)
+
+
+def test_log_probs_are_over_what_top_k_and_top_p_left_as_transformers_says(rolled: Any, tiny_model: Path) -> None:
+    """The trainer's function, given the kept tokens, computes the engine's log-probs to 1e-4."""
+    from transformers import AutoModelForCausalLM
+
+    output, _ = rolled(rollout_top_k=5, rollout_top_p=0.5, rollout_temperature=0.7)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    sizes = []
+    for sample in samples_of(output):
+        kept = KeptTokens(ids=torch.tensor(sample.rollout_top_p_token_ids), offsets=torch.tensor(sample.rollout_top_p_token_offsets))
+        sizes += kept.offsets.diff().tolist()
+        tokens = torch.tensor(sample.tokens)
+        with torch.no_grad():
+            logits = model(tokens[None]).logits[0, -sample.response_length - 1 : -1]
+        expected, _ = token_log_probs(logits, tokens[-sample.response_length :], temperature=0.7, kept=kept)
+        assert sample.rollout_log_probs == pytest.approx(expected.tolist(), abs=1e-4)
+    assert 1 <= min(sizes) < max(sizes) <= 5
+    assert output.metrics["rollout/top_p_kept_vocab_per_token"] == pytest.approx(sum(sizes) / len(sizes))
 
 
 def test_a_request_that_the_engine_refuses_ends_in_the_engines_own_words(rolled: Any) -> None:

@@ -44,6 +44,7 @@ def test_a_plain_run_is_valid(valid):
         ({"num_rollout": 0}, "needs --eval-prompt-data"),
         ({"save_interval": 1}, "--save-interval has no effect without --save"),
         ({"vllm_router_ip": "127.0.0.1"}, "go together"),
+        ({"rollout_top_p": 0.9}, "--rollout-top-p 0.9 needs --rollout-top-k"),
         ({"save_hf": "x/{step}"}, "--save-hf 'x/{step}': only {rollout_id} can be filled in"),
         ({"save_hf": "x/{}"}, "only {rollout_id} can be filled in"),
         ({"save_hf": "x/{rollout_id.real}"}, "only {rollout_id} can be filled in"),

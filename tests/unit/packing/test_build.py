@@ -185,6 +185,31 @@ def test_one_rollout_id_in_two_groups_is_refused() -> None:
     assert [one.rollout_mask_sum for one in batch.samples] == [3.0, 3.0, 3.0]
 
 
+@pytest.mark.parametrize(
+    ("ids", "offsets", "message"),
+    [
+        ([2, 3], [0, 1, 2], "must be 4 ascending numbers from 0 to the 2 rollout_top_p_token_ids"),
+        ([2, 3, 4], [0, 1, 2, 4], "must be 4 ascending numbers"),
+        ([2, 2, 4], [0, 1, 2, 3], "response token 1 is 3, which is not among the 1 tokens"),
+    ],
+)
+def test_kept_tokens_that_do_not_fit_are_refused(ids: list[int], offsets: list[int], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        build([sample(0, rollout_top_p_token_ids=ids, rollout_top_p_token_offsets=offsets)])
+
+
+def test_kept_tokens_go_along_and_tool_tokens_have_none() -> None:
+    one = Sample(index=0, group_index=0, tokens=[0, 1], reward=1.0, status=Sample.Status.COMPLETED)
+    one.append_response_tokens(tokens=[5, 6], log_probs=[-1.0, -1.0], kept=[[4, 5], [6]])
+    one.append_response_tokens(tokens=[9], trainable=False)
+    one.append_response_tokens(tokens=[7], log_probs=[-1.0], kept=[[7, 8]])
+    (batch,) = build([one])
+    assert batch.samples[0].kept_ids is not None
+    assert batch.samples[0].kept_offsets is not None
+    assert batch.samples[0].kept_ids.tolist() == [4, 5, 6, 7, 8]
+    assert batch.samples[0].kept_offsets.tolist() == [0, 2, 3, 3, 5]
+
+
 def test_log_probs_for_a_part_of_the_samples_are_refused() -> None:
     with pytest.raises(DataError, match=r"sample 1 .*1 of 2 samples"):
         build([sample(0, rollout_log_probs=[-1.0] * 3), sample(1)])

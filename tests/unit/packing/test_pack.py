@@ -92,6 +92,18 @@ def test_gather_undoes_scatter_and_labels_are_the_response(shapes: list[tuple[in
     assert spread.count_nonzero() <= sum(s.response_length for s in samples)
 
 
+def test_kept_tokens_stand_at_the_positions_that_predict_them() -> None:
+    kept = {"kept_ids": np.array([4, 5, 6], np.int32), "kept_offsets": np.array([0, 2, 3], np.int64)}
+    packed = pack(
+        [sample(0, 2, [1, 1], **kept), sample(1, 1, [1])], StepPlan(micro_batches=(), num_rollouts=2, num_tokens=3), per_token=False
+    )
+    assert packed.kept is not None
+    assert packed.kept.ids.tolist() == [4, 5, 6]
+    assert packed.kept.offsets.tolist() == [0, 0, 2, 3, 3, 3, 3]
+    some = packed.kept.of(torch.tensor([2, 0, 1]))
+    assert (some.ids.tolist(), some.offsets.tolist()) == ([6, 4, 5], [0, 1, 1, 3])
+
+
 def test_gather_is_differentiable() -> None:
     packed = pack([sample(1, 2, [1, 1])], PLAN, per_token=False)
     values = torch.zeros(4, requires_grad=True)

@@ -60,6 +60,52 @@ def test_each_finish_reason_has_its_status(reason: str, status: Sample.Status) -
     assert parse_reply(changed(finish_reason=reason), "router").status is status
 
 
+def with_candidates(*sets: dict[int, float]) -> dict[str, Any]:
+    """GOOD with the candidates of each token."""
+    content = [
+        {"token_id": token, "logprob": -0.5, "top_logprobs": [{"token_id": i, "logprob": value} for i, value in candidates.items()]}
+        for token, candidates in zip((7, 8, 9), sets, strict=True)
+    ]
+    return changed(logprobs={"content": content})
+
+
+CANDIDATES = with_candidates({7: -0.1, 3: -2.0, 5: -9999.0}, {8: 0.0, 1: -9999.0, 2: -9999.0}, {9: -1.0, 8: -1.0, 7: -1.0})
+
+
+def test_what_was_kept_is_the_candidates_that_could_be_sampled() -> None:
+    assert parse_reply(CANDIDATES, "router", kept=True).kept == [[3, 7], [8], [7, 8, 9]]
+    assert parse_reply(CANDIDATES, "router").kept is None
+
+
+def test_an_engines_own_sampling_mask_goes_before_the_candidates() -> None:
+    reply = changed(sampling_mask=[[7, 1], [8], [2, 9]])
+    assert parse_reply(reply, "router", kept=True).kept == [[1, 7], [8], [2, 9]]
+    assert parse_replies(reply | {"choices": [{**reply["choices"][0], "index": 0}]}, 1, "router", kept=True)[0].kept == [
+        [1, 7],
+        [8],
+        [2, 9],
+    ]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("reply", "said"),
+    [
+        (GOOD, "token 7 at position 0 is not among the 0 tokens it was sampled from"),
+        (changed(sampling_mask=[[7], [8]]), "sampling_mask covers 2 tokens of 3"),
+        (changed(sampling_mask=[[7], [8], [1]]), "token 9 at position 2 is not among the 1 tokens"),
+    ],
+)
+def test_a_reply_that_does_not_tell_what_was_kept_is_refused(reply: dict[str, Any], said: str) -> None:
+    with pytest.raises(EngineError, match=said):
+        parse_reply(reply, "router", kept=True)
+
+
+def test_the_candidates_are_asked_for_when_they_are_wanted() -> None:
+    assert engine_sampling_params({**SLIME_PARAMS, "top_k": 12, "kept_tokens": True})["logprobs"] == 12
+    assert engine_sampling_params({**SLIME_PARAMS, "top_k": 12, "kept_tokens": False})["logprobs"] == 0
+    assert "kept_tokens" not in engine_sampling_params({**SLIME_PARAMS, "kept_tokens": False})
+
+
 def test_an_engine_error_is_a_generation_error() -> None:
     with pytest.raises(GenerationError, match="finish_reason 'error'"):
         parse_reply(changed(finish_reason="error"), "router")

@@ -5,6 +5,8 @@ in float32 ever exists; the backward pass recomputes its probabilities from the 
 
     log p(y) = z_y - lse(z)          d log p(y) / d z_j = [j = y] - p_j
     H        = -sum_j p_j log p_j    d H / d z_j        = -p_j (log p_j + H)         with z = logits / temperature
+
+Top-k and top-p sampling draw from fewer tokens: where the engine's kept tokens are given, the sums run over those alone.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from vime.packing.pack import KeptTokens
 
 __all__ = ["token_log_probs"]
 
@@ -32,6 +36,7 @@ def token_log_probs(
     with_entropy: bool = False,
     entropy_grad: bool = False,
     chunk_rows: int | None = None,
+    kept: KeptTokens | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(log-probs [T] of `labels`, entropies [T] or None), in nats, float32 (float64 for float64 logits).
 
@@ -39,6 +44,7 @@ def token_log_probs(
     ids in the whole vocabulary. `tp_group` None = the vocabulary is whole. Columns from `vocab_size` on are padding and
     have probability 0. `rows` [N] i64 restricts the work to these positions, the others come out as 0 with no gradient; it
     must be the same on all ranks of `tp_group`. `entropy_grad` makes the entropies differentiable as the log-probs are.
+    `kept` names the tokens of each of the T positions that its token was sampled from; a label must be one of them.
     Collective over `tp_group`.
     """
     group = tp_group if tp_group is not None and dist.get_world_size(tp_group) > 1 else None
@@ -47,7 +53,7 @@ def token_log_probs(
     valid = width if vocab_size is None else max(0, min(width, vocab_size - start))
     elements = CHUNK_ELEMENTS_CPU if logits.device.type == "cpu" else CHUNK_ELEMENTS
     chunk = chunk_rows or max(1, elements // max(width, 1))
-    shard = _Shard(group, start, valid, float(temperature), rows, chunk, with_entropy, entropy_grad)
+    shard = _Shard(group, start, valid, float(temperature), rows, chunk, with_entropy, entropy_grad, kept)
     log_probs, entropy = _TokenLogProbs.apply(logits, labels, shard)
     return log_probs, entropy if with_entropy else None
 
@@ -65,21 +71,41 @@ class _Shard:
         chunk: int,
         with_entropy: bool,
         entropy_grad: bool,
+        kept: KeptTokens | None,
     ) -> None:
         self.group, self.start, self.valid, self.temperature = group, start, valid, temperature
         self.rows, self.chunk = rows, chunk
         self.with_entropy, self.entropy_grad = with_entropy, with_entropy and entropy_grad
+        self.kept = kept
 
     def scaled(self, logits: torch.Tensor, where: slice) -> torch.Tensor:
         """A fresh float copy of one chunk of rows, without padding columns, divided by the temperature."""
         dtype = torch.promote_types(logits.dtype, torch.float32)
         source = logits[where] if self.rows is None else logits.index_select(0, self.rows[where])
         chunk = source[:, : self.valid].to(dtype, copy=self.rows is None)
-        return chunk.div_(self.temperature) if self.temperature != 1.0 else chunk
+        if self.temperature != 1.0:
+            chunk.div_(self.temperature)
+        return chunk if self.kept is None else chunk.masked_fill_(self.left_out(self.kept, where), NO_LOGIT)
+
+    def left_out(self, kept: KeptTokens, where: slice) -> torch.Tensor:
+        """[chunk, valid] bool: the columns that a row was not sampled from; none in a row without kept tokens."""
+        rows = torch.arange(where.start, where.stop, device=kept.ids.device) if self.rows is None else self.rows[where]
+        part = kept.of(rows)
+        count = part.offsets.diff()
+        row = torch.arange(len(rows), device=rows.device).repeat_interleave(count)
+        column = part.ids - self.start
+        here = (column >= 0) & (column < self.valid)
+        out = (count > 0)[:, None].repeat(1, self.valid)
+        out[row[here], column[here]] = False
+        return out
 
     def peak(self, logits: torch.Tensor) -> torch.Tensor:
         """The largest scaled logit of each row, in the dtype of `scaled`."""
         dtype = torch.promote_types(logits.dtype, torch.float32)
+        if self.valid and self.kept is not None:
+            count = len(logits) if self.rows is None else len(self.rows)
+            parts = [self.scaled(logits, where).amax(-1) for where in self.chunks(count)]
+            return torch.cat(parts) if parts else logits.new_zeros(0, dtype=dtype)
         if self.valid:
             highest = logits[:, : self.valid].amax(-1).to(dtype).div_(self.temperature)
         else:

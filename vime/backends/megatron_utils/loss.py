@@ -56,6 +56,7 @@ def packed_log_probs(
         rows=packed.trained_rows if rows is None else None,
         with_entropy=with_entropy,
         entropy_grad=entropy_grad,
+        kept=packed.kept if packed.kept is None or rows is None else packed.kept.of(rows),
     )
     if rows is None:
         return log_probs, entropy
@@ -187,6 +188,7 @@ def _custom_loss(
             vocab_size=vocab_size,
             with_entropy=with_entropy,
             entropy_grad=with_entropy,
+            kept=packed.kept,
         )
         return packed.gather(values), None if entropy is None else packed.gather(entropy)
 

@@ -52,6 +52,8 @@ def engine_command(config: RunConfig, *, port: int) -> list[str]:
     }
     if config.rollout.rollout_max_context_len is not None:
         flags["--max-model-len"] = str(config.rollout.rollout_max_context_len)
+    if config.rollout.rollout_top_k > 0:
+        flags["--max-logprobs"] = str(max(config.rollout.rollout_top_k, 20))  # of a token: what it was chosen from
     switches = ["--enable-scale-out"]
     if cpu:
         flags["--dtype"] = "float32"

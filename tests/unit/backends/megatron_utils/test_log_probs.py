@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vime.backends.megatron_utils.log_probs import token_log_probs
+from vime.packing.pack import KeptTokens
 
 
 def plain(logits: torch.Tensor, labels: torch.Tensor, temperature: float, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -74,6 +76,38 @@ def test_chosen_rows_equal_the_whole_and_the_others_are_0() -> None:
     assert entropy is not None
     assert torch.equal(some[[2, 5]], whole[[2, 5]])
     assert some.count_nonzero() == entropy.count_nonzero() == 2
+
+
+@pytest.mark.parametrize("rows", [None, torch.tensor([0, 3, 4, 8])])
+def test_kept_tokens_are_all_that_a_position_chooses_from(rows: torch.Tensor | None) -> None:
+    """As if the other logits were -inf; position 3 keeps the whole vocabulary; gradients by finite differences."""
+    logits, labels = problem(torch.float64)
+    sets = [[] if at == 3 else sorted({int(label), (at * 5) % 13, (at * 7 + 2) % 13}) for at, label in enumerate(labels)]
+    offsets = torch.tensor([0, *(len(ids) for ids in sets)]).cumsum(0)
+    kept = KeptTokens(ids=torch.tensor([i for ids in sets for i in ids]), offsets=offsets)
+    masked = logits.clone()
+    for at, ids in enumerate(sets):
+        masked[at, [i for i in range(13) if ids and i not in ids]] = -1e4
+    got, entropy = token_log_probs(logits, labels, vocab_size=13, rows=rows, with_entropy=True, chunk_rows=2, kept=kept)
+    expected, expected_entropy = plain(masked, labels, 1.0, 13)
+    where = torch.arange(9) if rows is None else rows
+    assert entropy is not None
+    torch.testing.assert_close(got[where], expected[where], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(entropy[where], expected_entropy[where], rtol=1e-12, atol=1e-12)
+
+    def both(x: torch.Tensor) -> Any:
+        return token_log_probs(
+            x, labels, temperature=0.7, vocab_size=13, rows=rows, with_entropy=True, entropy_grad=True, chunk_rows=2, kept=kept
+        )
+
+    assert torch.autograd.gradcheck(both, logits.requires_grad_())
+
+
+def test_kept_tokens_far_below_the_largest_logit_are_compared_with_one_another() -> None:
+    logits = torch.tensor([[500.0, 0.0, 1.0]])
+    kept = KeptTokens(ids=torch.tensor([1, 2]), offsets=torch.tensor([0, 2]))
+    got, _ = token_log_probs(logits, torch.tensor([1]), kept=kept)
+    assert float(got) == pytest.approx(-math.log1p(math.e), abs=1e-6)
 
 
 def test_no_chosen_row_gives_zeros_and_a_zero_gradient() -> None:
