@@ -15,7 +15,7 @@ from vime.config.fields import flag_specs
 from vime.config.run import SECTIONS, RunConfig
 from vime.config.sections import ROLLOUT_FUNCTION, SFT_FUNCTION
 
-__all__ = ["find_unused", "unused_flags"]
+__all__ = ["find_unused", "settings_without_effect", "unused_flags"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,6 +239,11 @@ def find_unused(config: RunConfig, *, planned: bool = False) -> Iterator[tuple[f
     if config.debug.debug_rollout_only and config.megatron_tokens:
         tokens = " ".join(token for token in config.megatron_tokens if token.startswith("--"))
         yield frozenset(), f"Megatron's {tokens}: no effect with --debug-rollout-only, which starts no trainer: leave one of them out."
+
+
+def settings_without_effect(field: str) -> list[str]:
+    """The settings under which nobody reads `field`, in words: "with --num-rollout 0, which evaluates once and ends"."""
+    return [entry.why.partition(":")[0] for entry in _UNUSED if field in entry.fields]
 
 
 def _not_yet() -> frozenset[str]:

@@ -6,7 +6,7 @@ router's (--router-X) or the engine's (--vllm-X) own family, or a row below.
 
 from __future__ import annotations
 
-__all__ = ["GONE", "GONE_PREFIXES", "MEGATRON", "RENAMED", "explained"]
+__all__ = ["CHANGED", "GONE", "GONE_PREFIXES", "MEGATRON", "RENAMED", "explained"]
 
 MEGATRON: frozenset[str] = frozenset(  # slime declares these anew; here they are Megatron's own, checked by Megatron's parser
     "--async-save --distributed-backend --distributed-timeout-minutes --mtp-loss-scaling-factor --mtp-num-layers --no-save-optim "
@@ -45,6 +45,32 @@ RENAMED: dict[str, str] = {  # same value, other name
     "--sglang-pp-size": "--vllm-pipeline-parallel-size",
     "--sglang-enable-eplb": "--vllm-enable-eplb",
     "--sglang-enable-lora": "--vllm-enable-lora",
+}
+
+CHANGED: dict[str, str] = {  # same name, other default or meaning, and why
+    "--actor-num-gpus-per-node": "1 instead of 8: a run takes what it is told to take, and one process is where one begins.",
+    "--rollout-num-gpus": "One engine's by default; slime needs it given unless trainer and engines share GPUs.",
+    "--rollout-max-context-len": "Bounds generation, too, and the engine's sequences; slime derives the longest prompt from it only.",
+    "--rollout-max-response-len": "1024 instead of none: an unbounded response never ends.",
+    "--rollout-sample-hook-path": "Several functions follow one flag, instead of one flag each.",
+    "--over-sampling-batch-size": "By default as many prompts as are missing, instead of a whole batch each time: less is thrown away.",
+    "--hf-checkpoint": "The trainer starts from it, too: nothing is converted beforehand.",
+    "--ref-load": "A Hugging Face folder, and only the reference: it does not silently become the start weights.",
+    "--load": "The folder of a run. Weights, optimizer, step and data go on together; slime begins at step 0 when it finds no checkpoint.",
+    "--save-interval": "The last step is always saved.",
+    "--num-epoch": "Refused beside --num-rollout, where slime ignores it.",
+    "--global-batch-size": "By default a whole rollout step; a remainder is spread over the steps, where slime drops it.",
+    "--n-samples-per-prompt": "1 is refused where rewards are compared in groups: every advantage would be 0.",
+    "--kl-coef": "Refused where the estimator has no token rewards; slime computes the reference's log-probs and ignores them.",
+    "--eval-interval": "Evaluation is also done before the first step and after the last, and not at the end of epochs.",
+    "--eval-max-context-len": "Bounds generation in evaluation; in slime an example reads it.",
+    "--rm-url": "Refused without --rm-type remote_rm.",
+    "--opd-type": "vllm instead of sglang.",
+    "--update-weight-transport": "Chosen by where trainer and engines run, instead of nccl; shared memory and CUDA IPC have names.",
+    "--update-weight-delta-encoding": "overwrite instead of xor: a change that is applied twice must not corrupt the weights.",
+    "--rollout-health-check-first-wait": "300 s instead of 0: an engine that still compiles is not dead.",
+    "--recompute-loss-function": "Does what it is called; slime's help says the opposite.",
+    "--memory-snapshot-dir": "The run's log folder instead of the current one.",
 }
 
 _ENGINE_PATCH = "It needs patches of the engine's source; engines run unpatched here."
