@@ -23,7 +23,7 @@ from typing import Any
 
 from vime.errors import CheckpointError, ResourceError
 
-__all__ = ["Commit", "latest_commit", "write_commit"]
+__all__ = ["LATEST", "Commit", "check_commit", "latest_commit", "write_commit"]
 
 LATEST = "latest_checkpointed_iteration.txt"
 
@@ -38,8 +38,8 @@ class Commit:
 
     @property
     def trainer(self) -> Path:
-        """Megatron's part."""
-        return self.path / "trainer"
+        """Megatron's part; the whole, where weights alone were converted (`vime convert --to megatron`)."""
+        return self.path if (self.path / "metadata.json").is_file() else self.path / "trainer"
 
     @property
     def rollout(self) -> Path:
@@ -60,12 +60,18 @@ def latest_commit(folder: Path) -> Commit | None:
         if others
         else "No other commit is there: start anew in an empty folder."
     )
+    return check_commit(path, named_by=pointer, cure=cure)
+
+
+def check_commit(path: Path, *, named_by: Path | None = None, cure: str = "Name another commit.") -> Commit:
+    """The commit in the folder `path`, all files of which are whole. Raises CheckpointError when it is torn."""
     try:
         record = json.loads((path / "commit.json").read_text())
         files = record["files"]
         commit = Commit(path=path, rollout_id=int(record["rollout_id"]), weight_version=int(record["weight_version"]))
     except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{pointer} names '{name}', whose commit.json cannot be read ({error}). {cure}") from error
+        who = f"commit {path}" if named_by is None else f"{named_by} names '{path.name}'"
+        raise CheckpointError(f"{who}: its commit.json cannot be read ({error}). {cure}") from error
     if not files:
         raise CheckpointError(f"commit {path} is torn: it holds no files. {cure}")
     for relative, size in files.items():

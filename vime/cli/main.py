@@ -32,6 +32,7 @@ COMMANDS: dict[str, Command] = {
         target="vime.cli.launch:main",
         resumes=True,
     ),
+    "convert": Command(help="convert weights between a Hugging Face folder and a Megatron checkpoint", target="vime.cli.convert:main"),
 }
 
 

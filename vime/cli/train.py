@@ -101,9 +101,14 @@ def find_start(config: RunConfig) -> Commit | None:
         return commit
     if load is None:
         return None
+    if (Path(load) / "metadata.json").is_file():  # Megatron's checkpoint by itself: weights, of no step
+        return Commit(path=Path(load), rollout_id=-1, weight_version=0)
     commit = latest_commit(Path(load))
     if commit is None:
-        raise CheckpointError(f"--load '{load}' holds no commit. Give the --save folder of a run that has saved, or leave --load out.")
+        raise CheckpointError(
+            f"--load '{load}' holds no commit. Give the --save folder of a run that has saved, or what `vime convert --to megatron` "
+            "wrote, or leave --load out."
+        )
     return commit
 
 
@@ -162,7 +167,7 @@ def _parts(config: RunConfig, log_dir: Path, commit: Commit | None) -> Iterator[
 
 def _same_run(config: RunConfig, commit: Commit) -> bool:
     """Whether `commit` is this run's own, so that step and data cursor go on; another run's gives only weights and optimizer."""
-    return config.checkpoint.save is not None and commit.path.parent == Path(config.checkpoint.save)
+    return config.checkpoint.save is not None and commit.rollout_id >= 0 and commit.path.parent == Path(config.checkpoint.save)
 
 
 def _steps(config: RunConfig, num_prompts: int, commit: Commit | None) -> tuple[int, int]:

@@ -103,12 +103,25 @@ def cases_of(models: dict[str, str], folder: Path) -> dict[int, list[dict[str, A
         {"name": "tp2_two", "model": path, "tokens": sp2, "count": 2, "save": str(folder / "save_tp2")},
         {"name": "dp2_from_tp2", "model": path, "first": 2, "count": 2, "load": str(folder / "save_tp2")},
         {"name": "tp2_from_dp2", "model": path, "tokens": tp2, "first": 2, "count": 2, "load": str(folder / "save_dp2")},
+        {"name": "tp2_converted", "model": path, "tokens": tp2, "load": str(folder / "converted"), "count": 0},
         {"name": "dp2_nan", "model": path, "nan_at": 5},
         {"name": "dp2_death", "model": path, "dies": 1},  # the last: its rank 1 is gone
     ]
     if (folder / FULL).is_mount():
         one.append({"name": "disk_full", "model": path, "save": str(folder / FULL / "state")})
     return {1: one, 2: two}
+
+
+def convert_moved(model: Path, folder: Path) -> None:
+    """FOLDER/moved: the model with other weights; FOLDER/converted: the same as a Megatron checkpoint, written by one process."""
+    from safetensors.torch import load_file, save_file
+
+    from vime.backends.megatron_utils.convert.checkpoint import hf_to_megatron
+
+    shutil.copytree(model, folder / "moved")
+    weights = {name: tensor + 0.01 for name, tensor in load_file(model / "model.safetensors").items()}
+    save_file(weights, str(folder / "moved" / "model.safetensors"))
+    hf_to_megatron(folder / "moved", folder / "converted")
 
 
 @contextlib.contextmanager
@@ -170,6 +183,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def run_folder(tmp_path_factory: pytest.TempPathFactory, models: dict[str, str]) -> Path:
     """Where all cases left their results."""
     folder = tmp_path_factory.mktemp("layouts")
+    convert_moved(Path(models["qwen3"]), folder)
     with small_disk(folder / FULL):
         run_all(folder, cases_of(models, folder))
     return folder

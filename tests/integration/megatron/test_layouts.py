@@ -90,6 +90,24 @@ def test_a_saved_state_resumes_at_another_layout(results: Results, case: str) ->
     assert resumed["step"] == 4
 
 
+def test_a_converted_checkpoint_loads_at_tensor_parallel_two(results: Results, run_folder: Path) -> None:
+    from safetensors.torch import load_file
+
+    result = results("tp2_converted")
+    assert bitwise(result["weights"], load_file(run_folder / "moved" / "model.safetensors"))
+    assert result["step"] == 0
+
+
+def test_a_state_saved_by_two_ranks_is_converted_by_one_process(results: Results, run_folder: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    from vime.backends.megatron_utils.convert.checkpoint import megatron_to_hf
+
+    saved = run_folder / "save_tp2"
+    megatron_to_hf(saved, tmp_path / "hf", hf_folder=saved / "hf", shard_bytes=10**9)
+    assert bitwise(load_file(tmp_path / "hf" / "model.safetensors"), results("tp2_two")["weights"])
+
+
 def test_another_runs_state_gives_weights_and_moments_and_begins_anew(results: Results) -> None:
     """At the rate that the resumed run has by then, its step from loaded weights, moments and Adam's count is the same."""
     anew, resumed = results("anew"), results("one_more")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import shutil
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -18,7 +17,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
-from safetensors.torch import save_file
 
 from vime.algorithms.advantages import compute_advantages
 from vime.backends.megatron_utils import bootstrap
@@ -26,12 +24,13 @@ from vime.backends.megatron_utils.arguments import resolve
 from vime.backends.megatron_utils.checkpoint import load_state, save_state
 from vime.backends.megatron_utils.convert.registry import model_ops, model_shape
 from vime.backends.megatron_utils.convert.transfer import HFWeights, Ranks, load_hf_weights
+from vime.backends.megatron_utils.convert.writer import HF_FILES, HFWriter, copy_small_files
 from vime.backends.megatron_utils.loss import loss_from_logits, packed_log_probs
 from vime.backends.megatron_utils.model import build_model, transformer_config
 from vime.backends.megatron_utils.optimizer import build_optimizer, build_schedule, wrap_data_parallel
 from vime.backends.megatron_utils.step import forward_backward, forward_each, sum_metrics
 from vime.config.run import RunConfig
-from vime.errors import ConfigError, ResourceError, TrainerError
+from vime.errors import ConfigError, TrainerError
 from vime.hooks import load_hook
 from vime.packing.pack import PackedBatch, pack
 from vime.types import StepPlan, TrainBatch, TrainSample
@@ -39,7 +38,6 @@ from vime.types import StepPlan, TrainBatch, TrainSample
 __all__ = ["MegatronTrainer"]
 
 log = logging.getLogger(__name__)
-COPIED = ("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*")
 NAMES_SHOWN = 20
 EXPORT_BUCKET_BYTES = 256 * 1024**2
 
@@ -165,12 +163,15 @@ class MegatronTrainer:
             yield from self._weights.buckets(bucket_bytes)
 
     def save_hf(self, path: str) -> None:
-        """Write a Hugging Face folder that `transformers` loads: config, tokenizer files, model.safetensors."""
-        weights: dict[str, torch.Tensor] = {}
+        """Write a Hugging Face folder that `transformers` loads: config, tokenizer files, safetensors in shards."""
+        writer = HFWriter(Path(path)) if dist.get_rank() == 0 else None
         for bucket in self.hf_weights(EXPORT_BUCKET_BYTES):
-            weights.update((name, tensor.cpu()) for name, tensor in bucket)
-        if dist.get_rank() == 0:
-            self._write_folder(Path(path), weights)
+            for name, tensor in bucket:
+                assert writer is not None  # only rank 0 gets tensors
+                writer.add(name, tensor)
+        if writer is not None:
+            copy_small_files(Path(str(self._config.model.hf_checkpoint)), Path(path))
+            writer.close()
         dist.barrier()
 
     def save(self, path: str) -> None:
@@ -178,6 +179,8 @@ class MegatronTrainer:
         with self._watched(f"save {path}"):
             self._settle_parameters()
             save_state(path, self._model, self._optimizer, self._schedule, step=self._step)
+            if dist.get_rank() == 0:  # `vime convert` then knows which model this is
+                copy_small_files(Path(str(self._config.model.hf_checkpoint)), Path(path) / HF_FILES)
 
     def load(self, path: str, *, resume: bool = True) -> None:
         """Load what `save` wrote, at this or another parallel layout, to go on with that run.
@@ -356,17 +359,3 @@ class MegatronTrainer:
         rate = torch.tensor(float(tokens) / max(seconds["actor_train"], 1e-9), dtype=torch.float64, device=self._platform.device)
         dist.all_reduce(rate, op=dist.ReduceOp.MIN)
         return {"perf/actor_train_tok_per_s": float(rate)}
-
-    def _write_folder(self, path: Path, weights: dict[str, torch.Tensor]) -> None:
-        source = Path(str(self._config.model.hf_checkpoint))
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(source / "config.json", path / "config.json")
-            for pattern in COPIED:
-                for file in source.glob(pattern):
-                    shutil.copyfile(file, path / file.name)
-            save_file(weights, str(path / "model.safetensors"), metadata={"format": "pt"})
-        except OSError as error:
-            raise ResourceError(
-                f"the Hugging Face folder {path} could not be written ({error}). Check the space and the rights there."
-            ) from error

@@ -147,19 +147,27 @@ def load_state(
     With `resume` the run goes on: step count, random states and the schedule's position are the saved ones. Peak rate, style,
     warm-up and length of the schedule are this command line's (a longer --num-rollout stretches the decay), unless
     --use-checkpoint-opt-param-scheduler asks for the saved ones. Random states are bound to a layout: at another one they stay
-    as the seed made them. Without `resume` only weights and optimizer moments are taken; the rest is as at the start of a run.
+    as the seed made them. Without `resume` only weights and optimizer moments are taken; the rest is as at the start of a run. So
+    it is, and without moments, when the folder holds weights alone.
 
     Raises CheckpointError for a folder that is missing or torn, ConfigError when the flags make other parameter groups.
     """
     if not (Path(path) / COMPLETE).is_file():
         raise CheckpointError(f"{path} is no complete trainer state: {COMPLETE}, which is written last, is missing.")
     try:
-        state = dist_checkpointing.load(_sharded(model, optimizer, loading=True), path)
+        weights_only = "step" not in dist_checkpointing.load_common_state_dict(path)  # `vime convert`, or Megatron's own trainer, wrote it
+        wanted = _sharded(model, optimizer, loading=True)
+        state = dist_checkpointing.load({"model": wanted["model"]} if weights_only else wanted, path)
     except (Exception, CheckpointException) as error:
         raise CheckpointError(
             f"{path} cannot be loaded ({type(error).__name__}: {str(error)[:500]}). It is torn, or of a model of another shape."
         ) from error
     model.module.load_state_dict(state["model"], strict=False)
+    if weights_only:
+        optimizer.reload_model_params()
+        schedule.num_steps = 0
+        schedule.step(0)
+        return 0, True
     rates = _take_group_settings(path, state["optimizer"], optimizer)
     with torch.no_grad():
         optimizer.load_state_dict(state["optimizer"])

@@ -16,6 +16,7 @@ __all__ = ["HFFolder"]
 
 AGAIN = "Copy or download the folder again."
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")  # derived, not weights
 
 
@@ -43,6 +44,14 @@ class HFFolder:
             return self._handle(file).get_tensor(name)
         except SafetensorError as error:
             raise CheckpointError(f"{self._folder / file} does not hold tensor '{name}' ({error}). {AGAIN}") from None
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype in which a tensor is stored; its data is not read. Raises CheckpointError for one that is no plain number format."""
+        file = self._file_of[name]
+        kind = self._handle(file).get_slice(name).get_dtype()
+        if kind not in DTYPES:
+            raise CheckpointError(f"tensor '{name}' in {self._folder / file} is stored as {kind}: only {', '.join(DTYPES)} are read.")
+        return DTYPES[kind]
 
     def check(self, name: str, shape: tuple[int, ...]) -> str:
         """The file that holds a tensor, which is there and has this shape; its data is not read."""

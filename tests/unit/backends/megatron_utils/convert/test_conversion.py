@@ -23,7 +23,9 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 OWN: dict[str, dict[str, Any]] = {"Qwen3MoeForCausalLM": EXPERTS}  # what a family's config.json has more
 
 
-def write_folder(path: Path, architecture: str, *, tied: bool = False, **changes: Any) -> tuple[ModelShape, dict[str, torch.Tensor]]:
+def write_folder(
+    path: Path, architecture: str, *, tied: bool = False, dtype: torch.dtype = torch.float32, **changes: Any
+) -> tuple[ModelShape, dict[str, torch.Tensor]]:
     """A folder of random weights of an architecture, and what it holds."""
     path.mkdir(exist_ok=True)
     (path / "config.json").write_text(
@@ -31,9 +33,9 @@ def write_folder(path: Path, architecture: str, *, tied: bool = False, **changes
     )
     shape = model_shape(path)
     generator = torch.Generator().manual_seed(0)
-    tensors = {
-        name: torch.randn(size, generator=generator) for op in model_ops(shape, 128) for name, size in zip(op.hf, op.hf_shapes, strict=True)
-    }
+    tensors = {}
+    for op in model_ops(shape, 128):
+        tensors |= {name: torch.randn(size, generator=generator).to(dtype) for name, size in zip(op.hf, op.hf_shapes, strict=True)}
     save_file(tensors, str(path / "model.safetensors"))
     return shape, tensors
 

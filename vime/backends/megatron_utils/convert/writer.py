@@ -1,0 +1,99 @@
+"""Writing a Hugging Face folder: safetensors shards with an index, one shard in memory at a time, and the small files beside them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from vime.backends.megatron_utils.convert.folder import INDEX, SINGLE
+from vime.errors import ResourceError
+
+__all__ = ["DEFAULT_SHARD_BYTES", "HF_FILES", "HFWriter", "copy_small_files"]
+
+DEFAULT_SHARD_BYTES = 5 * 10**9
+HF_FILES = "hf"  # the folder in a Megatron checkpoint that holds the model's config.json and tokenizer
+SMALL_FILES = (
+    "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
+    "chat_template*", "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json",
+)  # fmt: skip
+
+
+def copy_small_files(source: Path, target: Path) -> None:
+    """Copy configuration and tokenizer files. Raises ResourceError when they cannot be written."""
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        for pattern in SMALL_FILES:
+            for file in source.glob(pattern):
+                shutil.copyfile(file, target / file.name)
+    except OSError as error:
+        raise _not_written(target, error) from error
+
+
+class HFWriter:
+    """Takes named tensors one by one and writes them in shards of at most `shard_bytes` (a larger tensor is a shard of its own).
+
+    Until `close`, what the folder held stays as it was, so that an interrupted export costs nothing.
+    Raises ResourceError when something cannot be written.
+    """
+
+    def __init__(self, folder: Path, shard_bytes: int = DEFAULT_SHARD_BYTES) -> None:
+        self._folder, self._shard_bytes = folder, shard_bytes
+        self._shard: dict[str, torch.Tensor] = {}
+        self._bytes = 0
+        self._total = 0
+        self._shards: list[list[str]] = []  # names, by shard
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for stale in folder.glob("model-*.part"):
+                stale.unlink()
+        except OSError as error:
+            raise _not_written(folder, error) from error
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Take one tensor; it is kept until its shard is full."""
+        if self._shard and self._bytes + tensor.nbytes > self._shard_bytes:
+            self._flush()
+        self._shard[name] = tensor.cpu().contiguous()
+        self._bytes += tensor.nbytes
+
+    def close(self) -> None:
+        """Write what is left, give the shards their names, and write the index where there are several."""
+        self._flush()
+        count = len(self._shards)
+        files = [SINGLE] if count == 1 else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+        try:
+            for stale in (*self._folder.glob("model*.safetensors"), *self._folder.glob(INDEX)):
+                stale.unlink()
+            for number, file in enumerate(files):
+                self._part(number).rename(self._folder / file)
+            if count > 1:
+                index = {
+                    "metadata": {"total_size": self._total},
+                    "weight_map": {name: file for names, file in zip(self._shards, files, strict=True) for name in names},
+                }
+                (self._folder / INDEX).write_text(json.dumps(index, indent=1, sort_keys=True), encoding="utf-8")
+        except OSError as error:
+            raise _not_written(self._folder, error) from error
+
+    def _part(self, number: int) -> Path:
+        return self._folder / f"model-{number:05d}.part"
+
+    def _flush(self) -> None:
+        if not self._shard:
+            return
+        try:
+            save_file(self._shard, str(self._part(len(self._shards))), metadata={"format": "pt"})
+        except (OSError, SafetensorError) as error:
+            raise _not_written(self._folder, error) from error
+        self._shards.append(list(self._shard))
+        self._total += self._bytes
+        self._shard, self._bytes = {}, 0
+
+
+def _not_written(folder: Path, error: Exception) -> ResourceError:
+    return ResourceError(f"the Hugging Face folder {folder} could not be written ({error}). Check the space and the rights there.")
