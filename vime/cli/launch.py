@@ -18,7 +18,8 @@ __all__ = ["main"]
 def main(argv: Sequence[str]) -> int:
     """Run `vime train`; exit code 0. Raises VimeError, OSError, KeyboardInterrupt."""
     from vime.config.help import help_text
-    from vime.utils.arguments import parse_args, print_config
+    from vime.config.show import shown
+    from vime.utils.arguments import parse_args
 
     if "--help" in argv or "-h" in argv:
         print(help_text())
@@ -28,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
         sys.path.insert(0, os.getcwd())  # users' hooks live where they start the run
     config = parse_args(flags)
     if len(flags) < len(argv):
-        print(print_config(config))
+        print(shown(config))
         return 0
     from vime.cli.train import train
 

@@ -12,7 +12,7 @@ from typing import Any
 from vime.config.fields import FlagSpec, flag_specs
 from vime.config.run import SECTIONS
 
-__all__ = ["OwnValues", "flag_table", "own_flags", "parse_own"]
+__all__ = ["OwnValues", "flag_table", "is_switch", "own_flags", "parse_own", "taken_back"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,15 +33,17 @@ def flag_table() -> dict[str, tuple[str, FlagSpec]]:
 def own_flags() -> dict[str, tuple[str, FlagSpec]]:
     """`flag_table`, and --no-x for each switch --x: it takes back what a file says."""
     table = flag_table()
-    switches = {flag: entry for flag, entry in table.items() if _is_switch(entry[1]) and not flag.startswith("--no-")}
-    return {_taken_back(flag): entry for flag, entry in switches.items()} | table
+    switches = {flag: entry for flag, entry in table.items() if is_switch(entry[1]) and not flag.startswith("--no-")}
+    return {taken_back(flag): entry for flag, entry in switches.items()} | table
 
 
-def _is_switch(spec: FlagSpec) -> bool:
+def is_switch(spec: FlagSpec) -> bool:
+    """Whether the flag takes no value."""
     return spec.type is bool and not spec.many
 
 
-def _taken_back(flag: str) -> str:
+def taken_back(flag: str) -> str:
+    """The flag that sets a switch back to what it is without it."""
     return "--no-" + flag.removeprefix("--")
 
 
@@ -76,10 +78,10 @@ def parse_own(flags: Iterable[tuple[str, list[str]]]) -> OwnValues:
 
 def _value(spec: FlagSpec, flag: str, raw: list[str]) -> Any:
     """The typed value of one flag; ValueError says what was expected."""
-    if _is_switch(spec):
+    if is_switch(spec):
         if raw:
             raise ValueError(f"{flag} takes no value, got '{' '.join(raw)}': give the flag alone, or leave it out.")
-        return spec.negated if flag == _taken_back(spec.flag) else not spec.negated
+        return spec.negated if flag == taken_back(spec.flag) else not spec.negated
     if spec.many:
         if not raw:
             raise ValueError(f"{spec.flag} needs one or more values.")

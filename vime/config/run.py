@@ -37,6 +37,7 @@ class RunConfig:
     router_tokens: tuple[str, ...] = ()  # prefix stripped, e.g. ("--policy", "round_robin")
     given: frozenset[str] = frozenset()  # names of the fields that the command line set, be it to their default
     megatron: dict[str, Any] = field(default_factory=dict)  # what Megatron's parser made of its tokens (plain values)
+    sources: dict[str, str] = field(default_factory=dict, compare=False)  # field, owner's flag, "megatron.x" -> who set it
 
     @property
     def args(self) -> ArgsView:

@@ -11,7 +11,9 @@ from vime.config.owners import OWNERS
 from vime.config.parse import flag_table
 from vime.config.renamed import GONE, RENAMED, explained
 
-__all__ = ["Names"]
+__all__ = ["DRIVER_FLAGS", "Names", "with_prefix"]
+
+DRIVER_FLAGS = ("--config", "--print-config", "--help")  # of `vime train` itself
 
 _PREFIXES = ("--no-vllm-", "--vllm-router-", "--vllm-", "--no-router-", "--router-", "--sglang-router-", "--sglang-", "--megatron-", "--")
 _TENSOR_PARALLEL = (
@@ -38,7 +40,7 @@ class Names:
     _index: NameIndex = field(init=False)
 
     def __post_init__(self) -> None:
-        self._said = {flag: f"vime, {section}" for flag, (section, _) in flag_table().items()}
+        self._said = {flag: f"vime, {section}" for flag, (section, _) in flag_table().items()} | dict.fromkeys(DRIVER_FLAGS, "vime")
         self._refused = {}
         for owner, options in self.owners.items():
             for option in options:

@@ -1,61 +1,80 @@
 """`parse_args`: the command line -> one validated `RunConfig`. Nothing of Ray, torch, vLLM or Megatron is loaded here.
 
-argv ── split by owner ──▶ ours: typed sections, bounds, rules between flags
-                      ├──▶ Megatron's own parser  ┐ each in a process of its own, side by side: their imports take
-                      ├──▶ vLLM's own parser      │ seconds, and the driver stays light
-                      └──▶ vllm-router's parser   ┘
+--config files ─┐
+argv ───────────┴─ split by owner ──▶ ours: typed sections, bounds, rules between flags
+                                 ├──▶ Megatron's own parser  ┐ each in a process of its own, side by side: their imports
+                                 ├──▶ vLLM's own parser      │ take seconds, and the driver stays light
+                                 └──▶ vllm-router's parser   ┘
 
 All of them say all that is wrong before the first error is raised.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
-import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from vime.config import RunConfig
+from vime.config.files import Own, layered, read_file
 from vime.config.names import NameIndex
 from vime.config.options import UNKNOWN
 from vime.config.owners import OWNERS, Answer, ask, options_of
 from vime.config.parse import own_flags, parse_own
 from vime.config.paths import with_absolute_paths
 from vime.config.rules import check_rules
-from vime.config.split import OwnedTokens, by_owner, read_tokens
+from vime.config.sources import flags_in, sources_of, with_sources
+from vime.config.split import Given, OwnedTokens, by_owner, read_tokens
 from vime.config.suggest import Names
 from vime.errors import ConfigError
 
 __all__ = ["parse_args"]
 
+CONFIG = "--config"
+
 
 def parse_args(argv: Sequence[str] | None = None) -> RunConfig:
-    """Parse and validate the command line (default: sys.argv[1:]). Paths come out absolute.
+    """Parse and validate the command line (default: sys.argv[1:]) and the files that it names. Paths come out absolute.
 
     Raises ConfigError with every problem found.
     """
     flags = own_flags()
-    given, problems = read_tokens(sys.argv[1:] if argv is None else argv, NameIndex(flags))
+    given, problems = _all_given(sys.argv[1:] if argv is None else argv, flags)
     tokens = by_owner(given, flags)
     own = parse_own(tokens.own)
     answers = ask(_questions(tokens, own.sections))
+    megatron = answers["megatron"].values
     config = RunConfig(
         **own.sections,
         megatron_tokens=tuple(tokens.megatron),
         vllm_tokens=tuple(tokens.vllm),
         router_tokens=tuple(tokens.router),
         given=own.given,
-        megatron=answers["megatron"].values.get("values", {}),
+        megatron=megatron.get("values", {}),
+        sources={flags[one.flag][1].name if one.flag in flags else one.flag: one.source for one in given}
+        | {f"megatron.{name}": origin for name, origin in megatron.get("origins", {}).items()},
     )
-    problems += own.problems
-    problems += _told(answers)
-    problems += [problem for problem in _broken_rules(config) if not own.unsure & _flags_in(problem)]
+    broken = [problem for problem in _broken_rules(config) if not own.unsure & set(flags_in(problem))]
+    sources = sources_of(given)
+    problems += [with_sources(problem, sources) for problem in (*own.problems, *_told(answers), *broken)]
     if problems:
         raise ConfigError(*problems)
     return with_absolute_paths(config)
+
+
+def _all_given(argv: Sequence[str], flags: Own) -> tuple[list[Given], list[str]]:
+    """(what files and command line give, later ones over earlier ones, problems in reading them)."""
+    typed, problems = read_tokens(argv, NameIndex([*flags, CONFIG]))
+    layers: list[list[Given]] = []
+    for one in typed:
+        if one.flag == CONFIG and not one.values:
+            problems.append(f"{CONFIG} takes one or more files, got none.")
+        for path in one.values if one.flag == CONFIG else ():
+            found, wrong = read_file(path, flags)
+            layers.append(found)
+            problems += wrong
+    return layered([*layers, [one for one in typed if one.flag != CONFIG]], flags), problems
 
 
 def _questions(tokens: OwnedTokens, sections: Mapping[str, Any]) -> dict[str, list[str]]:
@@ -99,17 +118,3 @@ def _broken_rules(config: RunConfig) -> list[str]:
     except ConfigError as error:
         return error.problems
     return []
-
-
-def _flags_in(text: str) -> set[str]:
-    return set(re.findall(r"(?<![\w-])--[\w-]+", text))
-
-
-def print_config(config: RunConfig) -> str:
-    """The resolved configuration as JSON, one section each, plus the raw tokens of the other owners."""
-    out: dict[str, Any] = {}
-    for f in dataclasses.fields(config):
-        value = getattr(config, f.name)
-        if f.name not in ("megatron", "given"):
-            out[f.name] = dataclasses.asdict(value) if dataclasses.is_dataclass(value) else list(value)  # type: ignore[arg-type]
-    return json.dumps(out, indent=2)
