@@ -15,6 +15,7 @@ from typing import Any
 
 import ray
 
+from vime.backends.vllm_utils.handshake import check_workers, shake_hands
 from vime.backends.vllm_utils.router import ExternalRouter, RouterServer
 from vime.config import RunConfig
 from vime.errors import EngineError, HookError
@@ -50,6 +51,7 @@ class RolloutManager(WatchedActor):
         self._router: RouterServer | ExternalRouter | None = None
         self._args = config.runtime_args(run_dir=run_dir, num_engines=config.num_engines, vllm_router_ip=None, vllm_router_port=None)
         self._source: Any = None
+        self._engine_urls: list[str] = []
 
     def init(self, load: str | None) -> int:
         """Load hooks and data; returns the number of prompts. Runs while engines and trainers start."""
@@ -67,15 +69,18 @@ class RolloutManager(WatchedActor):
         self._post_process = load_hook(path, "custom_reward_post_process_path") if path else None
         return num_prompts
 
-    def connect(self, engine_urls: list[str]) -> None:
-        """Start the router in front of the engines, or take the one that the user named."""
+    def connect(self, endpoints: list[Any]) -> None:
+        """Start the router in front of the engines, or take the one that the user named; ask all of them what they are."""
         given = self._config.router
+        engine_urls = [endpoint.url for endpoint in endpoints]
         if given.vllm_router_ip is not None and given.vllm_router_port is not None:
             self._router = ExternalRouter(given.vllm_router_ip, given.vllm_router_port, engine_urls)
         else:
             router = RouterServer(engine_urls, router_tokens=self._config.router_tokens, log_path=self._log_dir / "router.log")
             self._router = router
             router.wait_ready(ROUTER_DEADLINE)
+        shake_hands(self._config, endpoints, self._router)
+        self._engine_urls = engine_urls
         host, port = self._router.host, self._router.port
         self._args = self._config.runtime_args(
             run_dir=self._run_dir, num_engines=self._config.num_engines, vllm_router_ip=host, vllm_router_port=port
@@ -92,6 +97,8 @@ class RolloutManager(WatchedActor):
     def generate(self, rollout_id: int) -> Generated:
         """One rollout step: generate, score, normalise, pack."""
         config = self._config
+        if self._router is not None:
+            check_workers(self._engine_urls, self._router)
         with user_errors("--rollout-function-path", config.rollout.rollout_function_path, self._rollout):
             output = self._rollout(self._args, rollout_id, self._source, evaluation=False)
             if not isinstance(output, RolloutFnTrainOutput):
@@ -231,7 +238,7 @@ class RolloutClient:
             refs, names=[self.NAME, *self._engine_names], phase="start", deadline=deadline
         )
         if self._engines:
-            self._call(self._manager.connect, [endpoint.url for endpoint in self._endpoints], phase="router start", deadline=120.0)
+            self._call(self._manager.connect, self._endpoints, phase="router start and handshake", deadline=deadline)
 
     @property
     def has_engines(self) -> bool:

@@ -15,12 +15,6 @@ pytestmark = pytest.mark.integration
 LONG = {"token_ids": [10, 20, 30], "sampling_params": {"max_tokens": 480, "temperature": 1.0, "logprobs": 0, "seed": 3, "ignore_eos": True}}
 
 
-def test_probe_finds_all_that_a_run_needs(engine: EngineServer) -> None:
-    features = engine.control.probe()
-    assert features.version
-    assert "/update_weights" in features.paths
-
-
 def test_pause_and_resume(engine: EngineServer) -> None:
     control = engine.control
     control.pause("keep")

@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -15,7 +16,10 @@ from urllib.parse import quote
 from vime.backends.vllm_utils.process import LOOPBACK, PortClaim, ServerProcess
 from vime.errors import DeadlineError, EngineError
 
-__all__ = ["ExternalRouter", "RouterServer", "router_command"]
+__all__ = ["DEFAULT_POLICY", "ExternalRouter", "RouterClient", "RouterServer", "router_command"]
+
+DEFAULT_POLICY = "round_robin"
+_POLICY_METRIC = re.compile(r'^vllm_router_policy_decisions_total\{policy="(\w+)"', re.MULTILINE)
 
 
 def router_command(engine_urls: Sequence[str], *, port: int, metrics_port: int, router_tokens: Sequence[str]) -> list[str]:
@@ -25,7 +29,7 @@ def router_command(engine_urls: Sequence[str], *, port: int, metrics_port: int, 
         "--port": str(port),
         "--prometheus-host": LOOPBACK,
         "--prometheus-port": str(metrics_port),
-        "--policy": "round_robin",
+        "--policy": DEFAULT_POLICY,
         "--log-level": "warning",
         "--worker-startup-check-interval": "1",
         "--request-timeout-secs": "86400",  # who asks has a deadline; an engine that is paused for a weight sync is not at fault
@@ -58,6 +62,22 @@ class RouterClient:
         if status != 200:
             raise EngineError(f"the router answered {status} to /list_workers: {text[:300]}")
         return [str(url) for url in json.loads(text)["urls"]]
+
+    def worker_health(self, seconds: float = 30.0) -> dict[str, bool]:
+        """URL of each engine that the router knows -> whether it takes that engine for healthy."""
+        try:
+            status, text = self._request("GET", "/workers", seconds)
+        except TimeoutError as error:
+            raise DeadlineError(peer=f"the router at {self.url}", phase="/workers", seconds=seconds) from error
+        except (OSError, http.client.HTTPException) as error:
+            raise EngineError(f"the router at {self.url} cannot be reached: {error!r}") from error
+        if status != 200:
+            raise EngineError(f"the router at {self.url} answered {status} to /workers: {text[:300]}")
+        return {str(worker["url"]): bool(worker["is_healthy"]) for worker in json.loads(text)["workers"]}
+
+    def policy(self) -> str | None:
+        """How it chooses engines, e.g. "round_robin"; None when it does not tell (before its first request, or when it is not ours)."""
+        return None
 
     def add_worker(self, url: str, seconds: float = 60.0) -> None:
         """Route to one more engine; returns once the router has it."""
@@ -143,6 +163,15 @@ class RouterServer(RouterClient):
         self._process.wait_ready(self._knows_all, seconds, cure="Check the --router- flags and that the engines are healthy.")
         self._claim.close()
         self._metrics_claim.close()
+
+    def policy(self) -> str | None:
+        """The policy, from the router's metrics."""
+        metrics = RouterClient(self.host, self._metrics_claim.port)
+        try:
+            found = _POLICY_METRIC.search(metrics._request("GET", "/metrics", 30.0)[1])
+        except (OSError, http.client.HTTPException) as error:
+            raise EngineError(f"the router at {self.url} cannot be reached for its metrics: {error!r}") from error
+        return found[1] if found else None
 
     def poll(self) -> int | None:
         """None while the router runs, else its exit status."""

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from vime.backends.vllm_utils.control_guard import SECRET_ENV
+from vime.backends.vllm_utils.handshake import SERVED_NAME, greet_engine
 from vime.backends.vllm_utils.plugin import SHM_TRANSPORT
 from vime.backends.vllm_utils.process import LOOPBACK, PortClaim, ServerProcess, new_secret
 from vime.backends.weight_transfer.control import EngineControl, EngineEndpoint
@@ -40,7 +41,7 @@ def engine_command(config: RunConfig, *, port: int) -> list[str]:
         "--model": config.model.hf_checkpoint,
         "--host": LOOPBACK,
         "--port": str(port),
-        "--served-model-name": "vime",
+        "--served-model-name": SERVED_NAME,
         "--tensor-parallel-size": str(config.cluster.rollout_num_gpus_per_engine),
         "--seed": str(config.data.rollout_seed),
         "--weight-transfer-config": json.dumps({"backend": SHM_TRANSPORT}),
@@ -106,6 +107,7 @@ class EngineServer:
         extra_env: Mapping[str, str] | None = None,
     ) -> None:
         """`port`: a fixed loopback port (default: any free one). `extra_env` goes on top of the engine's environment."""
+        self._config = config
         self.name = f"engine {index} of run {run_id}"
         remove_stale_segments()
         self._claim = PortClaim(port, what=self.name)
@@ -135,7 +137,7 @@ class EngineServer:
         self._process.wait_ready(control.healthy, seconds, cure=cure)
         self._claim.close()
         try:
-            control.probe()
+            greet_engine(self._config, control)
             control.init_weight_update({})
             control.prompt_log_probs(_WARM_UP, seconds=max(seconds, 60.0))
         except EngineError as error:

@@ -13,3 +13,22 @@ class WorkerExtension:
     def vime_received_weights(self) -> dict[str, Any]:
         """What the weight transport of this worker received in the last update: see ShmWeightTransferEngine.received."""
         return self.weight_transfer_engine.received  # type: ignore[attr-defined]
+
+    def vime_identity(self) -> dict[str, Any]:
+        """What this worker computes with, for the handshake: fields of `handshake.EngineFacts`. The same in all workers."""
+        config: Any = self.vllm_config  # type: ignore[attr-defined]
+        model, scheduler, transfer = config.model_config, config.scheduler_config, config.weight_transfer_config
+        name = model.served_model_name
+        bound = getattr(scheduler, "max_num_queued_reqs", None)  # of all unfinished requests; older vLLM has no bound
+        return {
+            "model": str(model.model),
+            "served_name": str(name[0] if isinstance(name, list) else name),
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "vocab_size": int(model.get_vocab_size()),
+            "max_model_len": int(model.max_model_len),
+            "tensor_parallel_size": int(config.parallel_config.tensor_parallel_size),
+            "logprobs_mode": str(model.logprobs_mode),
+            "generation_config": str(model.generation_config),
+            "transport": str(transfer.backend) if transfer is not None else "none",
+            "max_requests": None if bound is None else int(bound),
+        }

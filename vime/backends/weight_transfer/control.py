@@ -15,25 +15,12 @@ from urllib.parse import urlencode, urlsplit
 
 from vime.errors import DeadlineError, EngineError
 
-__all__ = ["SECRET_HEADER", "EngineControl", "EngineEndpoint", "EngineFeatures"]
+__all__ = ["SECRET_HEADER", "EngineControl", "EngineEndpoint"]
 
 SECRET_HEADER = "x-vime-control"  # carries the secret; vllm-router does not forward it
 
 _RETRIES = 3  # further tries of a repeatable call
 _BACKOFF = 0.1  # seconds before the first of them; doubles
-
-_NEEDED = {
-    "/inference/v1/generate": "start it with --enable-scale-out",
-    "/pause": "start it with VLLM_SERVER_DEV_MODE=1",
-    "/resume": "start it with VLLM_SERVER_DEV_MODE=1",
-    "/reset_prefix_cache": "start it with VLLM_SERVER_DEV_MODE=1",
-    "/init_weight_transfer_engine": "it is too old for weight updates: vLLM >= 0.26 has them",
-    "/start_weight_update": "it is too old for weight updates: vLLM >= 0.26 has them",
-    "/update_weights": "it is too old for weight updates: vLLM >= 0.26 has them",
-    "/finish_weight_update": "it is too old for weight updates: vLLM >= 0.26 has them",
-    "/weight_info": "it is too old for weight versions",
-    "/collective_rpc": "start it with VLLM_SERVER_DEV_MODE=1",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,14 +33,6 @@ class EngineEndpoint:
 
     def __repr__(self) -> str:
         return f"EngineEndpoint({self.name}, {self.url})"  # without the secret: representations end up in logs
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineFeatures:
-    """What `probe` found: the engine's version and the endpoints it serves."""
-
-    version: str
-    paths: frozenset[str]
 
 
 class EngineControl:
@@ -80,14 +59,21 @@ class EngineControl:
             return False
         return status == 200
 
-    def probe(self) -> EngineFeatures:
-        """Ask what the engine can do. EngineError names each missing feature with its cure."""
-        paths = frozenset(self.call("GET", "/openapi.json")["paths"])
-        version = str(self.call("GET", "/version")["version"])
-        lacks = [f"{path} ({cure})" for path, cure in _NEEDED.items() if path not in paths]
-        if lacks:
-            raise EngineError(f"{self.name} (vLLM {version} at {self.url}) lacks " + "; ".join(lacks))
-        return EngineFeatures(version=version, paths=paths)
+    def serves(self, path: str, seconds: float | None = None) -> bool:
+        """Whether the engine has this path; asked with GET, which answers 405 where only POST does something.
+
+        EngineError when the engine cannot be reached or the secret is not its own.
+        """
+        limit = self._seconds if seconds is None else seconds
+        try:
+            status, text = self._once("GET", path, None, limit)
+        except TimeoutError as error:
+            raise DeadlineError(peer=f"{self.name} at {self.url}", phase=path, seconds=limit, cure="Look at its log.") from error
+        except (OSError, http.client.HTTPException) as error:
+            raise EngineError(f"{self.name} at {self.url} cannot be reached: {error!r}.") from error
+        if status in (401, 403):
+            raise EngineError(f"{self.name} at {self.url}, GET {path}: answered {status}: {_message(text)}")
+        return status != 404
 
     def pause(self, mode: str = "keep", seconds: float | None = None) -> None:
         """Stop scheduling. mode: keep (requests go on after resume), wait (finish them first), abort (return what they have)."""

@@ -112,10 +112,15 @@ def test_an_engine_that_is_not_there_is_named(server: Script) -> None:
         gone.pause()
 
 
-def test_probe_names_what_an_engine_lacks(server: Script, control: EngineControl) -> None:
-    server.answers = [(200, {"paths": {"/pause": {}, "/resume": {}}}), (200, {"version": "0.11.0"})]
-    with pytest.raises(EngineError, match=r"vLLM 0\.11\.0 .* lacks /inference/v1/generate \(start it with --enable-scale-out\); /reset"):
-        control.probe()
+def test_a_path_is_served_unless_it_is_not_found(server: Script, control: EngineControl) -> None:
+    server.answers = [(405, {"detail": "Method Not Allowed"}), (200, {}), (404, {"detail": "Not Found"})]
+    assert [control.serves(path) for path in ("/pause", "/version", "/no_such_path")] == [True, True, False]
+
+
+def test_an_engine_of_another_secret_is_an_error(server: Script, control: EngineControl) -> None:
+    server.answers = [(403, {"error": {"message": "open to the framework alone"}})]
+    with pytest.raises(EngineError, match="answered 403: open to the framework alone"):
+        control.serves("/pause")
 
 
 def test_prompt_log_probs_are_those_of_the_prompts_own_tokens(server: Script, control: EngineControl) -> None:
