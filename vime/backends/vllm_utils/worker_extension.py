@@ -16,8 +16,8 @@ class WorkerExtension:
 
     def vime_identity(self) -> dict[str, Any]:
         """What this worker computes with, for the handshake: fields of `handshake.EngineFacts`. The same in all workers."""
-        config: Any = self.vllm_config  # type: ignore[attr-defined]
-        model, scheduler, transfer = config.model_config, config.scheduler_config, config.weight_transfer_config
+        worker: Any = self
+        model, scheduler, transport = worker.model_config, worker.scheduler_config, worker.weight_transfer_engine
         name = model.served_model_name
         bound = getattr(scheduler, "max_num_queued_reqs", None)  # of all unfinished requests; older vLLM has no bound
         return {
@@ -26,9 +26,9 @@ class WorkerExtension:
             "dtype": str(model.dtype).removeprefix("torch."),
             "vocab_size": int(model.get_vocab_size()),
             "max_model_len": int(model.max_model_len),
-            "tensor_parallel_size": int(config.parallel_config.tensor_parallel_size),
+            "tensor_parallel_size": int(worker.parallel_config.tensor_parallel_size),
             "logprobs_mode": str(model.logprobs_mode),
             "generation_config": str(model.generation_config),
-            "transport": str(transfer.backend) if transfer is not None else "none",
+            "transport": str(transport.config.backend) if transport is not None else "none",
             "max_requests": None if bound is None else int(bound),
         }
