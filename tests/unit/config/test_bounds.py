@@ -1,0 +1,101 @@
+"""Whatever a flag is given: a value of its type within its bounds is taken, any other is refused by flag, bound and value."""
+
+import json
+import math
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vime.config import SECTIONS
+from vime.config.fields import FlagSpec, flag_specs
+from vime.config.parse import OwnValues, parse_own
+
+SPECS = [spec for section in SECTIONS.values() for spec in flag_specs(section)]
+NUMBERS = [spec for spec in SPECS if spec.type in (int, float)]
+BOUNDED = [spec for spec in NUMBERS if (spec.ge, spec.gt, spec.le) != (None, None, None)]
+CHOSEN = [spec for spec in SPECS if spec.choices]
+REQUIRED = [(spec.flag, ["1"]) for spec in SPECS if spec.required]
+FEW = {"max_value": 10**9, "min_value": -(10**9)}
+
+
+def parsed(spec: FlagSpec, text: str) -> OwnValues:
+    return parse_own([*(pair for pair in REQUIRED if pair[0] != spec.flag), (spec.flag, [text])])
+
+
+def value_of(spec: FlagSpec, found: OwnValues) -> object:
+    (value,) = [getattr(section, spec.name) for section in found.sections.values() if hasattr(section, spec.name)]
+    return value
+
+
+def numbers(spec: FlagSpec) -> st.SearchStrategy[int] | st.SearchStrategy[float]:
+    return st.integers(**FEW) if spec.type is int else st.floats(allow_nan=False, allow_infinity=False, width=32)
+
+
+def outside(spec: FlagSpec, value: float) -> str | None:
+    """The bound that `value` breaks, as a message says it."""
+    if spec.ge is not None and value < spec.ge:
+        return f">= {spec.ge:g}"
+    if spec.gt is not None and value <= spec.gt:
+        return f"> {spec.gt:g}"
+    if spec.le is not None and value > spec.le:
+        return f"<= {spec.le:g}"
+    return None
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(NUMBERS).flatmap(lambda spec: st.tuples(st.just(spec), numbers(spec))))
+def test_a_number_is_taken_or_refused_by_its_bounds(case):
+    check_number(*case)
+
+
+def test_the_numbers_next_to_each_bound_are_told_apart():
+    for spec in BOUNDED:
+        for bound in {spec.ge, spec.gt, spec.le} - {None}:
+            near = (bound - 1, bound, bound + 1)
+            tight = () if spec.type is int else (math.nextafter(bound, -math.inf), math.nextafter(bound, math.inf))
+            for value in near + tight:
+                check_number(spec, spec.type(value))
+
+
+def check_number(spec, value):
+    text = repr(value)
+    found = parsed(spec, text)
+    if (bound := outside(spec, value)) is None:
+        assert found.problems == []
+        assert value_of(spec, found) == ([value] if spec.many else value)
+    else:
+        assert found.problems == [f"{spec.flag} must be {bound}, got {text}."]
+        assert found.unsure == {spec.flag}
+        assert value_of(spec, found) == spec.default
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(NUMBERS), st.text(alphabet="abcxyz.-+ ", max_size=6))
+def test_what_is_no_number_is_refused(spec, text):
+    (problem,) = parsed(spec, text).problems
+    assert problem in (f"{spec.flag} takes {kind}, got '{text}'." for kind in ("a number", "a whole number"))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(CHOSEN), st.text(max_size=12))
+def test_what_is_no_choice_is_refused_with_the_choices(spec, text):
+    found = parsed(spec, text)
+    if text in spec.choices:
+        assert found.problems == []
+    else:
+        (problem,) = found.problems
+        assert problem.startswith(f"{spec.flag} takes one of {', '.join(spec.choices)}; got '{text}'.")
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from([spec for spec in SPECS if spec.type is dict]), st.dictionaries(st.text(), st.integers() | st.text() | st.none()))
+def test_a_json_object_comes_back_as_it_was(spec, value):
+    assert value_of(spec, parsed(spec, json.dumps(value))) == value
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.sampled_from(BOUNDED), min_size=2, max_size=6, unique_by=lambda spec: spec.flag))
+def test_every_value_out_of_bounds_is_reported_at_once(specs):
+    low = {spec.flag: str(-(10**6)) for spec in specs if (spec.ge, spec.gt) != (None, None)}
+    problems = parse_own([*((flag, [text]) for flag, text in low.items()), *(pair for pair in REQUIRED if pair[0] not in low)]).problems
+    assert [problem.split()[0] for problem in problems] == list(low)
