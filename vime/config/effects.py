@@ -6,14 +6,14 @@ Flags that a function of the user's own might read (rewards, sampling) are refus
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 from vime.config.availability import set_flags
 from vime.config.fields import flag_specs
 from vime.config.run import SECTIONS, RunConfig
 from vime.config.sections import ROLLOUT_FUNCTION, SFT_FUNCTION
+from vime.config.sources import flags_in
 
 __all__ = ["find_unused", "settings_without_effect", "unused_flags"]
 
@@ -220,17 +220,19 @@ def unused_flags(config: RunConfig) -> Iterator[str]:
     return (sentence for _, sentence in find_unused(config))
 
 
-def find_unused(config: RunConfig, *, planned: bool = False) -> Iterator[tuple[frozenset[str], str]]:
+def find_unused(config: RunConfig, *, planned: bool = False, unsure: Collection[str] = ()) -> Iterator[tuple[frozenset[str], str]]:
     """(fields, sentence) for each setting under which flags of `config` have no effect. A flag is named once, by the first of them.
 
     What is not available yet is left to that rule where the cure would be another thing that is not, unless it is `planned`.
+    A setting that hangs on a flag of `unsure`, whose value is not known, is passed over.
     """
     flags = {spec.name: spec for spec in set_flags(config)}
     missing = frozenset() if planned else _not_yet()
     for entry in _UNUSED:
-        if not entry.when(config):
+        others = set(flags_in(entry.why))
+        if not others.isdisjoint(unsure) or not entry.when(config):
             continue
-        dead_end = not missing.isdisjoint(re.findall(r"--[a-z][\w-]*", entry.why))
+        dead_end = not missing.isdisjoint(others)
         named = [flags[name] for name in entry.fields if name in flags and not (dead_end and flags[name].flag in missing)]
         if named:
             verb = "has" if len(named) == 1 else "have"

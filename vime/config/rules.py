@@ -8,27 +8,30 @@ from __future__ import annotations
 import os
 import string
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from vime.config.availability import not_available
 from vime.config.effects import find_unused
 from vime.config.run import RunConfig
 from vime.config.sections import DATA_SOURCE, ROLLOUT_FUNCTION, SFT_FUNCTION
+from vime.config.sources import flags_in
 from vime.errors import ConfigError
 
 __all__ = ["check_rules"]
 
 
-def check_rules(config: RunConfig, *, planned: bool = False) -> None:
+def check_rules(config: RunConfig, *, planned: bool = False, unsure: Collection[str] = ()) -> None:
     """Raise ConfigError with every rule that `config` breaks.
 
-    With `planned` True a run may ask for what is not available yet: planning is arithmetic.
+    With `planned` True a run may ask for what is not available yet: planning is arithmetic. `unsure` are flags whose value
+    is not known (it was wrong, and `config` holds the default): what a rule says of them is left out.
     """
-    problems = [problem for rule in _RULES for problem in rule(config)]
-    unused = list(find_unused(config, planned=planned))
-    problems += [sentence for _, sentence in unused]
+    said = [problem for rule in _RULES for problem in rule(config)]
+    unused = list(find_unused(config, planned=planned, unsure=unsure))
     if not planned:
-        problems += not_available(config, but={name for names, _ in unused for name in names})
+        said += not_available(config, but={name for names, _ in unused for name in names})
+    problems = [problem for problem in said if set(flags_in(problem)).isdisjoint(unsure)]
+    problems += [sentence for _, sentence in unused]
     if problems:
         raise ConfigError(*problems)
 

@@ -24,7 +24,7 @@ from vime.config.owners import OWNERS, Answer, ask, options_of
 from vime.config.parse import own_flags, parse_own
 from vime.config.paths import with_absolute_paths
 from vime.config.rules import check_rules
-from vime.config.sources import flags_in, sources_of, with_sources
+from vime.config.sources import sources_of, with_sources
 from vime.config.split import Given, OwnedTokens, by_owner, read_tokens
 from vime.config.suggest import Names
 from vime.errors import ConfigError
@@ -55,9 +55,8 @@ def parse_args(argv: Sequence[str] | None = None) -> RunConfig:
         sources={flags[one.flag][1].name if one.flag in flags else one.flag: one.source for one in given}
         | {f"megatron.{name}": origin for name, origin in megatron.get("origins", {}).items()},
     )
-    broken = [problem for problem in _broken_rules(config) if not own.unsure & set(flags_in(problem))]
     sources = sources_of(given)
-    problems += [with_sources(problem, sources) for problem in (*own.problems, *_told(answers), *broken)]
+    problems += [with_sources(problem, sources) for problem in (*own.problems, *_told(answers), *_broken_rules(config, own.unsure))]
     if problems:
         raise ConfigError(*problems)
     return with_absolute_paths(config)
@@ -112,9 +111,9 @@ def _told(answers: Mapping[str, Answer]) -> Iterator[str]:
         yield names.explain(problem.removeprefix(UNKNOWN).rstrip(".")) if problem.startswith(UNKNOWN) else problem
 
 
-def _broken_rules(config: RunConfig) -> list[str]:
+def _broken_rules(config: RunConfig, unsure: frozenset[str]) -> list[str]:
     try:
-        check_rules(config)
+        check_rules(config, unsure=unsure)
     except ConfigError as error:
         return error.problems
     return []

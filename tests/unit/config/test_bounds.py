@@ -3,12 +3,15 @@
 import json
 import math
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vime.config import SECTIONS
+from vime.config import SECTIONS, RunConfig
 from vime.config.fields import FlagSpec, flag_specs
 from vime.config.parse import OwnValues, parse_own
+from vime.config.rules import check_rules
+from vime.errors import ConfigError
 
 SPECS = [spec for section in SECTIONS.values() for spec in flag_specs(section)]
 NUMBERS = [spec for spec in SPECS if spec.type in (int, float)]
@@ -99,3 +102,36 @@ def test_every_value_out_of_bounds_is_reported_at_once(specs):
     low = {spec.flag: str(-(10**6)) for spec in specs if (spec.ge, spec.gt) != (None, None)}
     problems = parse_own([*((flag, [text]) for flag, text in low.items()), *(pair for pair in REQUIRED if pair[0] not in low)]).problems
     assert [problem.split()[0] for problem in problems] == list(low)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """Flags of a valid run, as (flag, values) pairs."""
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "p.jsonl").write_text('{"input": "1"}\n')
+    text = f"--hf-checkpoint {folder} --prompt-data {folder}/p.jsonl --num-rollout 2 --rollout-batch-size 4 --n-samples-per-prompt 2"
+    words = text.split()
+    return list(zip(words[::2], ([word] for word in words[1::2]), strict=True))
+
+
+def rule_problems(pairs):
+    own = parse_own(pairs)
+    try:
+        check_rules(RunConfig(**own.sections, given=own.given), unsure=own.unsure)
+    except ConfigError as error:
+        return own.problems, error.problems
+    return own.problems, []
+
+
+def test_a_wrong_value_has_no_consequences_that_are_none(base):
+    assert rule_problems(base) == ([], [])
+    for spec in NUMBERS + CHOSEN:
+        pairs = [pair for pair in base if pair[0] != spec.flag]
+        (own,), rules = rule_problems([*pairs, (spec.flag, ["?"])])
+        assert own.startswith(f"{spec.flag} takes ")
+        assert all(problem.startswith(f"{spec.flag} has no effect") for problem in rules), rules
+
+
+def test_a_wrong_value_hides_no_other_mistake(base):
+    _, rules = rule_problems([*base, ("--rollout-top-p", ["?"]), ("--eval-top-p", ["?"]), ("--eval-top-k", ["5"]), ("--save-hf", ["x"])])
+    assert [problem.partition(" ha")[0] for problem in rules] == ["--save-hf", "--eval-top-p, --eval-top-k"]
