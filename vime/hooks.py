@@ -68,6 +68,27 @@ class CustomLoss(Protocol):
     def __call__(self, args: Any, batch: Any, logits: Any, sum_of_sample_mean: Callable[..., Any]) -> Any: ...
 
 
+class CustomAdvantages(Protocol):
+    """Sets "advantages" and "returns" in slime's rollout_data."""
+
+    def __call__(self, args: Any, rollout_data: dict[str, Any]) -> None: ...
+
+
+class CustomTis(Protocol):
+    """Weighs the policy loss; all arguments by name. Returns (pg_loss, masks, metrics)."""
+
+    def __call__(
+        self, *, args: Any, pg_loss: Any, train_log_probs: Any, rollout_log_probs: Any, loss_masks: Any, total_lengths: Any,
+        response_lengths: Any,
+    ) -> Any: ...  # fmt: skip
+
+
+class PgLossReducer(Protocol):
+    """Returns a function from the policy loss of all response tokens to its sum over the samples' means."""
+
+    def __call__(self, total_lengths: Any, response_lengths: Any, loss_masks: Any, calculate_per_token_loss: bool) -> Any: ...
+
+
 class DataSourceClass(Protocol):
     """A class made as cls(args), with the methods of `vime.rollout.data_source.DataSource`."""
 
@@ -116,6 +137,9 @@ KINDS: Mapping[str, HookKind] = MappingProxyType(
         "custom_rm_path": HookKind(flag="--custom-rm-path", protocol=RewardFunction),
         "custom_reward_post_process_path": HookKind(flag="--custom-reward-post-process-path", protocol=RewardPostProcess),
         "custom_loss_function_path": HookKind(flag="--custom-loss-function-path", protocol=CustomLoss),
+        "custom_advantage_function_path": HookKind(flag="--custom-advantage-function-path", protocol=CustomAdvantages),
+        "custom_tis_function_path": HookKind(flag="--custom-tis-function-path", protocol=CustomTis),
+        "custom_pg_loss_reducer_function_path": HookKind(flag="--custom-pg-loss-reducer-function-path", protocol=PgLossReducer),
     }
 )
 
@@ -271,8 +295,9 @@ def _can_be_called_as(target: Any, template: Callable[..., Any], bound: bool = F
     if signature is None:
         return True  # built-in without a signature: cannot be known
     parameters = list(inspect.signature(template).parameters.values())[1:]
-    positional = [object() for p in parameters if p.default is p.empty]
-    keywords = {p.name: p.default for p in parameters if p.default is not p.empty}
+    by_name = [p for p in parameters if p.kind is p.KEYWORD_ONLY or p.default is not p.empty]
+    positional = [object() for p in parameters if p not in by_name]
+    keywords = {p.name: p.default for p in by_name}
     if bound:
         positional.insert(0, object())
     try:
@@ -292,7 +317,9 @@ def _signature(target: Any) -> inspect.Signature | None:
 def _parameters(function: Callable[..., Any]) -> str:
     """The parameters of a Protocol's method, without self and annotations."""
     parameters = list(inspect.signature(function).parameters.values())[1:]
-    return ", ".join(p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in parameters)
+    shown = [p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in parameters]
+    first = next((i for i, p in enumerate(parameters) if p.kind is p.KEYWORD_ONLY), None)
+    return ", ".join(shown if first is None else [*shown[:first], "*", *shown[first:]])
 
 
 def _written(name: str, function: Callable[..., Any]) -> str:

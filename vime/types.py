@@ -53,6 +53,7 @@ class StepPlan:
     micro_batches: tuple[MicroBatch, ...]
     num_rollouts: int  # rollouts in this step over all ranks: the denominator of the per-rollout mean
     num_tokens: float  # trained tokens in this step over all ranks: the denominator of the per-token mean
+    num_sequences: int = 0  # samples in this step over all ranks: the denominator of the per-sequence mean
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
 
-from vime.algorithms import grpo, kl
-from vime.types import TrainSample
+from vime.algorithms import estimators, kl, policy_losses
 
 __all__ = ["ADVANTAGES", "KL_ESTIMATORS", "AdvantageEstimator", "KlEstimator"]
 
@@ -18,14 +17,24 @@ __all__ = ["ADVANTAGES", "KL_ESTIMATORS", "AdvantageEstimator", "KlEstimator"]
 class AdvantageEstimator:
     """One value of --advantage-estimator."""
 
-    function: Callable[[Sequence[TrainSample]], list[torch.Tensor]]  # one f32 [R] tensor a sample
-    compares_in_group: bool  # rewards are normalised inside their group beforehand
+    function: Callable[[estimators.Tokens], tuple[torch.Tensor, torch.Tensor]]  # (advantages, returns) of a sample's trained tokens
+    comparison: str | None = None  # how rewards are compared in their group beforehand: one of group_norm.COMPARISONS
+    policy_loss: policy_losses.PolicyLoss = policy_losses.clipped_ratio
+    critic: bool = False
 
 
 KlEstimator = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (log_probs, ref_log_probs) -> per token
 
 ADVANTAGES: Mapping[str, AdvantageEstimator] = MappingProxyType(
-    {"grpo": AdvantageEstimator(function=grpo.group_relative_advantages, compares_in_group=True)}
+    {
+        "grpo": AdvantageEstimator(function=estimators.broadcast, comparison="mean_std"),
+        "gspo": AdvantageEstimator(function=estimators.broadcast, comparison="mean_std", policy_loss=policy_losses.clipped_sequence_ratio),
+        "cispo": AdvantageEstimator(function=estimators.broadcast, comparison="mean_std", policy_loss=policy_losses.clipped_weight),
+        "rloo": AdvantageEstimator(function=estimators.broadcast, comparison="leave_one_out"),
+        "reinforce_plus_plus": AdvantageEstimator(function=estimators.kl_penalised_returns),
+        "reinforce_plus_plus_baseline": AdvantageEstimator(function=estimators.baseline_minus_kl, comparison="mean"),
+        "ppo": AdvantageEstimator(function=estimators.actor_critic, critic=True),
+    }
 )
 
 KL_ESTIMATORS: Mapping[str, KlEstimator] = MappingProxyType({"k1": kl.k1, "k2": kl.k2, "k3": kl.k3, "low_var_kl": kl.low_var_kl})

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
+from vime.config.algorithm_rules import ALGORITHM_EFFECTS, LOSS_FIELDS
 from vime.config.availability import set_flags
 from vime.config.fields import flag_specs
 from vime.config.run import SECTIONS, RunConfig
@@ -37,7 +38,6 @@ def _supervised(config: RunConfig) -> bool:
     return config.debug.debug_train_only and config.rollout.rollout_function_path == SFT_FUNCTION and not own_eval
 
 
-_LOSS = _names("eps_clip eps_clip_high eps_clip_c entropy_coef normalize_advantages use_rollout_logprobs use_kl_loss ref_load")
 _WEIGHTS = _names(
     "weight_proof_tolerance update_weight_buffer_size update_weight_deadline update_weight_mode update_weight_transport "
     "update_weight_disk_dir update_weight_disk_keep_files update_weight_local_checkpoint_dir update_weight_delta_encoding "
@@ -71,8 +71,8 @@ _TRAINER = _names(
     "only_train_params_name_list freeze_params_name_list reset_optimizer_states use_stateless_adam log_probs_chunk_size "
     "recompute_loss_function enable_mtp_training custom_megatron_init_path custom_megatron_before_log_prob_hook_path "
     "custom_megatron_before_train_step_hook_path custom_model_provider_path rollout_data_postprocess_path save_hf lora_rank keep_old_actor "
-    "loss_type custom_loss_function_path calculate_per_token_loss kl_loss_coef kl_loss_type save_debug_train_data profile_target "
-    "memory_snapshot_dir memory_snapshot_num_steps"
+    "loss_type custom_loss_function_path calculate_per_token_loss loss_aggregation kl_loss_coef kl_loss_type save_debug_train_data "
+    "profile_target memory_snapshot_dir memory_snapshot_num_steps"
 )
 
 
@@ -116,11 +116,7 @@ _UNUSED = (
         when=_greedy_evaluation,
         why="with --eval-temperature 0, which takes the likeliest token: leave one of them out.",
     ),
-    _Unused(
-        fields=_names("kl_loss_type"),
-        when=lambda c: not c.algorithm.use_kl_loss,
-        why="without --use-kl-loss: leave it out, or add that with --kl-loss-coef and --ref-load.",
-    ),
+    *(_Unused(fields=_names(fields), when=when, why=why) for fields, when, why in ALGORITHM_EFFECTS),
     _Unused(
         fields=_names("loss_mask_type"),
         when=lambda c: c.rollout.rollout_function_path == ROLLOUT_FUNCTION,
@@ -188,7 +184,7 @@ _UNUSED = (
         why="with --dump-details, which names both files: leave one of them out.",
     ),
     _Unused(
-        fields=_LOSS,
+        fields=LOSS_FIELDS,
         when=lambda c: c.algorithm.loss_type == "sft_loss",
         why="with --loss-type sft_loss, which is cross-entropy alone: leave it out, or use policy_loss.",
     ),
@@ -208,7 +204,7 @@ _UNUSED = (
         why="with --loss-type sft_loss on given answers, which are learnt at temperature 1: leave it out.",
     ),
     _Unused(
-        fields=(*_LOSS, *_WEIGHTS, *_TRAINER, *_CRITIC, *_LORA),
+        fields=(*LOSS_FIELDS, *_WEIGHTS, *_TRAINER, *_CRITIC, *_LORA),
         when=lambda c: c.debug.debug_rollout_only,
         why="with --debug-rollout-only, which starts no trainer: leave one of them out.",
     ),

@@ -10,6 +10,7 @@ import string
 from collections import Counter
 from collections.abc import Collection, Iterator
 
+from vime.config.algorithm_rules import algorithm_rules
 from vime.config.availability import not_available
 from vime.config.effects import find_unused
 from vime.config.run import RunConfig
@@ -66,28 +67,6 @@ def _batches(config: RunConfig) -> Iterator[str]:
     over = config.rollout.over_sampling_batch_size
     if over is not None and data.rollout_batch_size is not None and over < data.rollout_batch_size:
         yield f"--over-sampling-batch-size {over} must be at least --rollout-batch-size {data.rollout_batch_size}."
-
-
-def _algorithm(config: RunConfig) -> Iterator[str]:
-    alg, policy = config.algorithm, config.algorithm.loss_type == "policy_loss"
-    centred = policy and alg.rewards_normalization and config.reward.custom_reward_post_process_path is None
-    if centred and config.data.n_samples_per_prompt == 1 and not config.debug.debug_rollout_only:
-        yield "--n-samples-per-prompt 1 gives every sample an advantage of 0: the group's mean is the sample itself. Use 2 or more."
-    if not alg.rewards_normalization and not alg.grpo_std_normalization:
-        yield "--disable-grpo-std-normalization has no effect with --disable-rewards-normalization: leave it out."
-    if alg.use_kl_loss and config.model.ref_load is None:
-        yield "--use-kl-loss needs --ref-load, the folder of the frozen reference model."
-    if alg.use_kl_loss != (alg.kl_loss_coef > 0):
-        yield "--use-kl-loss and --kl-loss-coef go together: a coefficient above 0 with the flag, or neither."
-    if config.model.ref_load is not None and not alg.use_kl_loss:
-        yield "--ref-load has no effect without --use-kl-loss: leave it out, or add --use-kl-loss --kl-loss-coef 0.001."
-    if (alg.loss_type == "custom_loss") != (alg.custom_loss_function_path is not None):
-        yield "--loss-type custom_loss and --custom-loss-function-path go together."
-    if alg.loss_type == "sft_loss":
-        if alg.compute_advantages_and_returns:
-            yield "--loss-type sft_loss uses no advantages: add --disable-compute-advantages-and-returns."
-    elif policy and not alg.compute_advantages_and_returns:
-        yield "--disable-compute-advantages-and-returns goes with sft_loss or custom_loss: policy_loss needs advantages."
 
 
 def _rollout(config: RunConfig) -> Iterator[str]:
@@ -164,4 +143,4 @@ def _template_problem(template: str) -> str | None:
     return "only {rollout_id} can be filled in."
 
 
-_RULES = (_placement, _batches, _algorithm, _rollout, _evaluation, _files)
+_RULES = (_placement, _batches, algorithm_rules, _rollout, _evaluation, _files)

@@ -72,7 +72,9 @@ def build_train_batches(
                 first = len(of_ranks[rank])
                 of_ranks[rank].extend(content)
                 micro_batches.append(tuple(range(first, first + len(content))))
-            plans[rank].append(StepPlan(micro_batches=tuple(micro_batches), num_rollouts=num_rollouts, num_tokens=num_tokens))
+            plans[rank].append(
+                StepPlan(micro_batches=tuple(micro_batches), num_rollouts=num_rollouts, num_tokens=num_tokens, num_sequences=len(members))
+            )
     return [TrainBatch(rollout_id=rollout_id, samples=tuple(mine), steps=tuple(steps)) for mine, steps in zip(of_ranks, plans, strict=True)]
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vime.algorithms.group_norm import normalize_group_rewards
+from vime.algorithms.overlong import overlong_penalty
 from vime.algorithms.registry import ADVANTAGES
 from vime.config.sections import AlgorithmConfig, RewardConfig
 from vime.errors import DataError, RewardError
@@ -45,7 +46,7 @@ def to_train_samples(
         raw, rewards = (_pick(values, kept, samples) for values in processed_rewards)
     else:
         raw = [_reward(sample, reward, args, needed=algorithm.compute_advantages_and_returns) for sample in chosen]
-        rewards = _normalised(chosen, raw, rollout_ids, algorithm)
+        rewards = _normalised(chosen, _shaped(chosen, raw, rollout_ids, reward, args), rollout_ids, algorithm)
     rollout_log_probs = _per_token(chosen, "rollout_log_probs")
     teacher_log_probs = _per_token(chosen, "teacher_log_probs")
     kept_tokens = [_kept(sample, mask) for sample, mask in zip(chosen, masks, strict=True)]
@@ -205,11 +206,28 @@ def _pick(values: Sequence[float], kept: Sequence[int], samples: Sequence[Sample
     return [float(values[position]) for position in kept]
 
 
+def _shaped(samples: Sequence[Sample], raw: list[float], rollout_ids: list[int], reward: RewardConfig, args: Any) -> list[float]:
+    """With --overlong-buffer-len: less for rollouts whose longest response comes near --rollout-max-response-len."""
+    margin = reward.overlong_buffer_len
+    if margin is None:
+        return raw
+    longest: dict[int, int] = defaultdict(int)
+    for rollout_id, sample in zip(rollout_ids, samples, strict=True):
+        longest[rollout_id] = max(longest[rollout_id], sample.response_length)
+    limit, factor = args.rollout_max_response_len, reward.overlong_penalty_factor
+    return [
+        value + factor * overlong_penalty(longest[rollout_id], max_length=limit, margin=margin)
+        for value, rollout_id in zip(raw, rollout_ids, strict=True)
+    ]
+
+
 def _normalised(samples: Sequence[Sample], raw: list[float], rollout_ids: list[int], algorithm: AlgorithmConfig) -> list[float]:
     """What the advantage estimator starts from."""
-    estimator = ADVANTAGES[algorithm.advantage_estimator]
-    if not (algorithm.compute_advantages_and_returns and estimator.compares_in_group and algorithm.rewards_normalization):
+    comparison = ADVANTAGES[algorithm.advantage_estimator].comparison
+    if comparison is None or not (algorithm.compute_advantages_and_returns and algorithm.rewards_normalization):
         return raw
+    if comparison == "mean_std" and not algorithm.grpo_std_normalization:
+        comparison = "mean"
     groups: list[int] = []
     for sample in samples:
         if sample.group_index is None:
@@ -218,4 +236,4 @@ def _normalised(samples: Sequence[Sample], raw: list[float], rollout_ids: list[i
                 "data source gave it, or use --disable-rewards-normalization."
             )
         groups.append(sample.group_index)
-    return normalize_group_rewards(raw, groups, rollout_ids, divide_std=algorithm.grpo_std_normalization).tolist()
+    return normalize_group_rewards(raw, groups, rollout_ids, comparison=comparison).tolist()

@@ -16,12 +16,14 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 import torch
 
+from vime.config.sections import AlgorithmConfig
 from vime.errors import DataError
 from vime.types import StepPlan, TrainSample
 
-__all__ = ["KeptTokens", "PackedBatch", "pack"]
+__all__ = ["AGGREGATIONS", "KeptTokens", "PackedBatch", "aggregation_of", "pack"]
 
-TOKEN_VALUES = ("advantages", "old_log_probs", "rollout_log_probs", "ref_log_probs")
+AGGREGATIONS = ("rollout", "sequence", "token", "constant")
+TOKEN_VALUES = ("advantages", "returns", "values", "old_log_probs", "rollout_log_probs", "ref_log_probs", "teacher_log_probs")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,12 +64,15 @@ class PackedBatch:
     lengths: tuple[int, ...]  # tokens of each sample
     response_lengths: tuple[int, ...]  # response tokens of each sample
     rollout_mask_sums: tuple[float, ...]  # trained tokens of each sample's whole rollout
-    denominator: float  # of the step's mean: rollouts or, per token, trained tokens, over all ranks
-    advantages: torch.Tensor | None = None  # [T] f32; these four are 0 outside responses
+    denominator: float  # of the step's mean, over all ranks: rollouts, samples or trained tokens
+    advantages: torch.Tensor | None = None  # [T] f32; these are 0 outside responses
+    returns: torch.Tensor | None = None  # [T] f32, what the critic is to predict
+    values: torch.Tensor | None = None  # [T] f32, the critic's before the step
     old_log_probs: torch.Tensor | None = None  # [T] f32
     rollout_log_probs: torch.Tensor | None = None  # [T] f32
     ref_log_probs: torch.Tensor | None = None  # [T] f32
     kept: KeptTokens | None = None  # what the label of each of the T positions was sampled from
+    teacher_log_probs: torch.Tensor | None = None  # [T] f32
 
     @property
     def num_tokens(self) -> int:
@@ -113,7 +118,7 @@ class PackedBatch:
         return [values[where] for where in self.response_slices()]
 
     def with_token_values(self, **values: torch.Tensor | Sequence[torch.Tensor]) -> PackedBatch:
-        """A copy with some of advantages, old_log_probs, rollout_log_probs, ref_log_probs set.
+        """A copy with some of TOKEN_VALUES set.
 
         Each is a packed [T] tensor, or one response-aligned [R] tensor a sample.
         """
@@ -134,25 +139,41 @@ class PackedBatch:
         return replace(self, **tensors, kept=None if self.kept is None else self.kept.to(device))
 
 
-def token_weight(sample: TrainSample, plan: StepPlan, *, per_token: bool) -> float:
+def aggregation_of(algorithm: AlgorithmConfig) -> str:
+    """How the tokens of a step are averaged: one of AGGREGATIONS."""
+    return "token" if algorithm.calculate_per_token_loss else algorithm.loss_aggregation
+
+
+def token_weight(sample: TrainSample, plan: StepPlan, *, aggregation: str, constant_length: int = 0) -> float:
     """What one trained token of `sample` weighs in the step's mean.
 
-    Per token: 1 / trained tokens of the step (DAPO, arXiv:2503.14476, eq. 8, over the whole step). Otherwise 1 / trained
-    tokens of the rollout / rollouts of the step (GRPO, arXiv:2402.03300, eq. 3, all segments of a rollout as one output).
-    A rollout without trained tokens weighs 0 and still counts among the rollouts.
+    rollout   1 / trained tokens of the rollout / rollouts of the step (GRPO, arXiv:2402.03300, eq. 3, all segments of a rollout as
+              one output); a rollout without trained tokens weighs 0 and still counts among the rollouts
+    sequence  1 / trained tokens of the sample / samples of the step: each segment of a rollout is an output
+    token     1 / trained tokens of the step (DAPO, arXiv:2503.14476, eq. 8, over the whole step)
+    constant  1 / `constant_length` / rollouts of the step (Dr. GRPO, arXiv:2503.20783, section 3.2: no division by the own length)
     """
-    if per_token:
-        return 1.0 / plan.num_tokens if plan.num_tokens > 0 else 0.0
-    if sample.rollout_mask_sum <= 0 or plan.num_rollouts <= 0:
-        return 0.0
-    return 1.0 / sample.rollout_mask_sum / plan.num_rollouts
+    size, count = _denominators(sample, plan, aggregation, constant_length)
+    return 1.0 / size / count if size > 0 and count > 0 else 0.0
 
 
-def pack(samples: Sequence[TrainSample], plan: StepPlan, *, per_token: bool, multiple_of: int = 1) -> PackedBatch:
+def _denominators(sample: TrainSample, plan: StepPlan, aggregation: str, constant_length: int) -> tuple[float, float]:
+    """(within the output, over the step)."""
+    if aggregation == "token":
+        return 1.0, plan.num_tokens
+    if aggregation == "sequence":
+        return float(sample.loss_mask.sum()), plan.num_sequences
+    return (constant_length if aggregation == "constant" else sample.rollout_mask_sum), plan.num_rollouts
+
+
+def pack(
+    samples: Sequence[TrainSample], plan: StepPlan, *, aggregation: str = "rollout", constant_length: int = 0, multiple_of: int = 1
+) -> PackedBatch:
     """Lay `samples` of one micro-batch one after the other, padded so that T is a multiple of `multiple_of`.
 
-    Padding is a sequence of its own (token 0, weight 0, sequence id -1). `rollout_log_probs` is set when the samples have
-    them. Raises DataError when `samples` is empty, or when only some samples have rollout log-probs.
+    Padding is a sequence of its own (token 0, weight 0, sequence id -1). The engine's and the teacher's log-probs are set when the samples
+    have them. `aggregation` and `constant_length` as in `token_weight`. Raises DataError when `samples` is empty, or when only some
+    have log-probs.
     """
     if not samples:
         raise DataError("pack: a micro-batch needs at least one sample; the plan should have put a filler there.")
@@ -189,19 +210,25 @@ def pack(samples: Sequence[TrainSample], plan: StepPlan, *, per_token: bool, mul
         lengths=tuple(lengths),
         response_lengths=tuple(s.response_length for s in samples),
         rollout_mask_sums=tuple(s.rollout_mask_sum for s in samples),
-        denominator=float(plan.num_tokens if per_token else plan.num_rollouts),
+        denominator=float(_denominators(samples[0], plan, aggregation, constant_length)[1]),
     )
     mask = packed.scatter([torch.tensor(s.loss_mask) for s in samples])
-    weights = torch.tensor([token_weight(s, plan, per_token=per_token) for s in samples] + [0.0], dtype=torch.float32)
+    weights = torch.tensor(
+        [token_weight(s, plan, aggregation=aggregation, constant_length=constant_length) for s in samples] + [0.0], dtype=torch.float32
+    )
     packed = replace(packed, loss_mask=mask, loss_weight=mask * weights[sequence_ids])
-    known = [torch.tensor(s.rollout_log_probs) for s in samples if s.rollout_log_probs is not None]
-    if known and len(known) < len(samples):
-        lacking = next(s.sample_id for s in samples if s.rollout_log_probs is None)
-        raise DataError(
-            f"sample {lacking} has no rollout_log_probs but others of its micro-batch have; give them to all samples or to none."
-        )
-    packed = packed.with_token_values(rollout_log_probs=known) if known else packed
+    known = {name: values for name in ("rollout_log_probs", "teacher_log_probs") if (values := _of_all(samples, name))}
+    packed = packed.with_token_values(**known) if known else packed
     return replace(packed, kept=_kept(samples, packed)) if any(s.kept_offsets is not None for s in samples) else packed
+
+
+def _of_all(samples: Sequence[TrainSample], name: str) -> list[torch.Tensor]:
+    """A per-token field of all samples; empty when none has it."""
+    known = [torch.tensor(value) for s in samples if (value := getattr(s, name)) is not None]
+    if known and len(known) < len(samples):
+        lacking = next(s.sample_id for s in samples if getattr(s, name) is None)
+        raise DataError(f"sample {lacking} has no {name} but others of its micro-batch have; give them to all samples or to none.")
+    return known
 
 
 def _kept(samples: Sequence[TrainSample], packed: PackedBatch) -> KeptTokens:

@@ -81,6 +81,18 @@ def test_kl_estimators_equal_their_definition_and_differentiate(name: str) -> No
     assert torch.autograd.gradcheck(lambda x: KL_ESTIMATORS[name](x, old), new)
 
 
+@pytest.mark.parametrize("name", ["k1", "k3"])
+def test_the_weighted_kl_has_the_gradient_of_the_true_divergence_on_an_older_policys_samples(name: str) -> None:
+    logits = torch.tensor([0.3, -1.0, 0.8], dtype=torch.float64, requires_grad=True)
+    old = torch.log_softmax(torch.tensor([0.0, 0.4, 0.2], dtype=torch.float64), 0)
+    reference = torch.log_softmax(torch.tensor([1.0, 0.2, -0.5], dtype=torch.float64), 0)
+    new = torch.log_softmax(logits, 0)
+    weighted = (old.exp() * kl.unbiased(KL_ESTIMATORS[name](new, reference), new, old)).sum()
+    true = (new.exp() * (new - reference)).sum()
+    assert weighted.item() == pytest.approx(true.item(), abs=1e-12)
+    torch.testing.assert_close(*(torch.autograd.grad(x, logits, retain_graph=True)[0] for x in (weighted, true)), rtol=0, atol=1e-12)
+
+
 def test_k1_and_k3_average_to_the_true_divergence() -> None:
     p = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
     q = torch.tensor([0.2, 0.2, 0.6], dtype=torch.float64)

@@ -125,6 +125,8 @@ def test_every_setting_of_the_table_can_be_and_not_be(valid):
         change(valid, use_tensorboard=True, save="run", use_wandb=True, wandb_group="g", use_dynamic_batch_size=True, use_kl_loss=True),
         change(valid, **EVAL, eval_temperature=0.0, num_rollout=0, rollout_function_path="a.b", rm_type="remote_rm", lora_rank=8),
         change(valid, partial_rollout=True, max_weight_staleness=1, use_fault_tolerance=True, device="cuda", advantage_estimator="ppo"),
+        change(valid, advantage_estimator="cispo", use_tis=True, use_opsm=True, use_opd=True, overlong_buffer_len=8),
+        change(valid, use_tis=True, tis_mode="clip", use_rs=True, calculate_per_token_loss=True),
         change(valid, update_weight_transport="disk", update_weight_mode="delta", load_debug_rollout_data="x", dump_details="x"),
     ]
     for entry in _UNUSED:

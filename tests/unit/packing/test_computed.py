@@ -21,7 +21,7 @@ def packed_of(samples: list[tuple[list[int], list[int], list[int]]], multiple_of
         for i, (prompt, response, mask) in enumerate(samples)
     ]  # fmt: skip
     plan = StepPlan(micro_batches=(tuple(range(len(made))),), num_rollouts=len(made), num_tokens=1.0)
-    return pack(made, plan, per_token=True, multiple_of=multiple_of)
+    return pack(made, plan, aggregation="token", multiple_of=multiple_of)
 
 
 def test_the_example_of_the_module() -> None:

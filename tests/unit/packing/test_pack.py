@@ -32,7 +32,7 @@ def sample(number: int, prompt: int, mask: list[int], **changes: object) -> Trai
 
 
 def test_every_field_of_a_small_example() -> None:
-    packed = pack([sample(1, 3, [1, 1]), sample(2, 1, [1, 0, 1])], PLAN, per_token=False, multiple_of=4)
+    packed = pack([sample(1, 3, [1, 1]), sample(2, 1, [1, 0, 1])], PLAN, multiple_of=4)
     assert packed.tokens.tolist() == [101, 102, 103, 104, 105, 201, 202, 203, 204, 0, 0, 0]
     assert packed.labels.tolist() == [102, 103, 104, 105, 0, 202, 203, 204, 0, 0, 0, 0]
     assert packed.position_ids.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1, 2]
@@ -47,7 +47,7 @@ def test_every_field_of_a_small_example() -> None:
 
 
 def test_per_token_weights_are_one_over_the_steps_tokens() -> None:
-    packed = pack([sample(1, 3, [1, 1]), sample(2, 1, [1, 0, 1])], PLAN, per_token=True)
+    packed = pack([sample(1, 3, [1, 1]), sample(2, 1, [1, 0, 1])], PLAN, aggregation="token")
     assert packed.loss_weight.sum().item() == 1.0
     assert set(packed.loss_weight.tolist()) == {0.0, 0.25}
 
@@ -55,18 +55,18 @@ def test_per_token_weights_are_one_over_the_steps_tokens() -> None:
 def test_segments_of_one_rollout_share_one_mean() -> None:
     plan = StepPlan(micro_batches=((0, 1, 2),), num_rollouts=2, num_tokens=6.0)
     segments = [sample(1, 2, [1], rollout_mask_sum=4.0), sample(1, 2, [1, 1, 1], rollout_mask_sum=4.0), sample(2, 2, [1, 1])]
-    weight = pack(segments, plan, per_token=False).loss_weight
+    weight = pack(segments, plan).loss_weight
     assert weight[weight > 0].tolist() == [0.125] * 4 + [0.25] * 2
 
 
 def test_a_rollout_without_trained_tokens_weighs_nothing_and_is_not_nan() -> None:
-    packed = pack([sample(1, 2, [0, 0]), sample(2, 2, [])], PLAN, per_token=False)
+    packed = pack([sample(1, 2, [0, 0]), sample(2, 2, [])], PLAN)
     assert packed.loss_weight.tolist() == [0.0] * packed.num_tokens
 
 
 def test_rollout_log_probs_come_along_in_the_same_alignment() -> None:
     values = np.array([-1.0, -2.0], dtype=np.float32)
-    packed = pack([sample(1, 2, [1, 0], rollout_log_probs=values)], PLAN, per_token=False)
+    packed = pack([sample(1, 2, [1, 0], rollout_log_probs=values)], PLAN)
     assert packed.rollout_log_probs is not None
     assert packed.rollout_log_probs.tolist() == [0, -1, -2, 0]
 
@@ -78,7 +78,7 @@ def test_rollout_log_probs_come_along_in_the_same_alignment() -> None:
 @settings(max_examples=60, deadline=None)
 def test_gather_undoes_scatter_and_labels_are_the_response(shapes: list[tuple[int, list[int]]], multiple_of: int) -> None:
     samples = [sample(number, prompt, mask) for number, (prompt, mask) in enumerate(shapes)]
-    packed = pack(samples, PLAN, per_token=False, multiple_of=multiple_of)
+    packed = pack(samples, PLAN, multiple_of=multiple_of)
     assert packed.num_tokens % multiple_of == 0
     assert packed.num_tokens - sum(s.length for s in samples) < multiple_of
     for labels, one in zip(packed.gather(packed.labels), samples, strict=True):
@@ -94,9 +94,7 @@ def test_gather_undoes_scatter_and_labels_are_the_response(shapes: list[tuple[in
 
 def test_kept_tokens_stand_at_the_positions_that_predict_them() -> None:
     kept = {"kept_ids": np.array([4, 5, 6], np.int32), "kept_offsets": np.array([0, 2, 3], np.int64)}
-    packed = pack(
-        [sample(0, 2, [1, 1], **kept), sample(1, 1, [1])], StepPlan(micro_batches=(), num_rollouts=2, num_tokens=3), per_token=False
-    )
+    packed = pack([sample(0, 2, [1, 1], **kept), sample(1, 1, [1])], StepPlan(micro_batches=(), num_rollouts=2, num_tokens=3))
     assert packed.kept is not None
     assert packed.kept.ids.tolist() == [4, 5, 6]
     assert packed.kept.offsets.tolist() == [0, 0, 2, 3, 3, 3, 3]
@@ -105,7 +103,7 @@ def test_kept_tokens_stand_at_the_positions_that_predict_them() -> None:
 
 
 def test_gather_is_differentiable() -> None:
-    packed = pack([sample(1, 2, [1, 1])], PLAN, per_token=False)
+    packed = pack([sample(1, 2, [1, 1])], PLAN)
     values = torch.zeros(4, requires_grad=True)
     packed.gather(values)[0].sum().backward()
     assert values.grad is not None
@@ -113,9 +111,9 @@ def test_gather_is_differentiable() -> None:
 
 
 def test_wrong_token_values_are_refused() -> None:
-    packed = pack([sample(1, 2, [1, 1])], PLAN, per_token=False)
-    with pytest.raises(ValueError, match="unknown returns"):
-        packed.with_token_values(returns=torch.zeros(4))
+    packed = pack([sample(1, 2, [1, 1])], PLAN)
+    with pytest.raises(ValueError, match="unknown rewards"):
+        packed.with_token_values(rewards=torch.zeros(4))
     with pytest.raises(ValueError, match="expected \\(4,\\)"):
         packed.with_token_values(advantages=torch.zeros(3))
     with pytest.raises(ValueError, match="2 response tokens but 3 values"):
@@ -135,4 +133,4 @@ def test_wrong_token_values_are_refused() -> None:
 )
 def test_bad_samples_are_refused(samples: list[TrainSample], message: str) -> None:
     with pytest.raises(DataError, match=message):
-        pack(samples, PLAN, per_token=False)
+        pack(samples, PLAN)

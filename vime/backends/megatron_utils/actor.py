@@ -18,21 +18,23 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
-from vime.algorithms.advantages import compute_advantages
 from vime.backends.megatron_utils import bootstrap
+from vime.backends.megatron_utils.advantages import Plans, with_advantages
 from vime.backends.megatron_utils.arguments import resolve
 from vime.backends.megatron_utils.checkpoint import load_state, save_state
 from vime.backends.megatron_utils.convert.registry import model_ops, model_shape
 from vime.backends.megatron_utils.convert.transfer import HFWeights, Ranks, load_hf_weights
 from vime.backends.megatron_utils.convert.writer import HF_FILES, HFWriter, copy_small_files
-from vime.backends.megatron_utils.loss import loss_from_logits, packed_log_probs
+from vime.backends.megatron_utils.loss import LossHooks, loss_from_logits, packed_log_probs
 from vime.backends.megatron_utils.model import build_model, transformer_config
 from vime.backends.megatron_utils.optimizer import build_optimizer, build_schedule, wrap_data_parallel
+from vime.backends.megatron_utils.roles import HeldWeights
 from vime.backends.megatron_utils.step import forward_backward, forward_each, sum_metrics
 from vime.config.run import RunConfig
+from vime.config.sections import AlgorithmConfig
 from vime.errors import ConfigError, TrainerError
 from vime.hooks import load_hook
-from vime.packing.pack import PackedBatch, pack
+from vime.packing.pack import PackedBatch, aggregation_of, pack
 from vime.types import StepPlan, TrainBatch, TrainSample
 
 __all__ = ["MegatronTrainer"]
@@ -40,6 +42,25 @@ __all__ = ["MegatronTrainer"]
 log = logging.getLogger(__name__)
 NAMES_SHOWN = 20
 EXPORT_BUCKET_BYTES = 256 * 1024**2
+ROLES = ("ref", "teacher")  # whose log-probs of the samples are taken
+REFERENCE_FOLDER = "ref"  # in the trainer's part of a commit, with --ref-update-interval
+
+
+def needs_old_log_probs(algorithm: AlgorithmConfig, *, num_steps: int) -> bool:
+    """Whether the log-probs under the weights that generated must be computed before the first optimizer step.
+
+    Advantages start from them with --kl-coef and --use-opd. The loss compares with them from the second optimizer step on; in the first
+    they are its own.
+    """
+    if algorithm.loss_type == "sft_loss":
+        return False
+    starts = algorithm.kl_coef != 0 or algorithm.use_opd or algorithm.custom_advantage_function_path is not None
+    return starts or (num_steps > 1 and not algorithm.use_rollout_logprobs)
+
+
+def _hook(path: str | None, kind: str) -> Any:
+    """The user's function at `path`; None without one."""
+    return None if path is None else load_hook(path, kind)
 
 
 class MegatronTrainer:
@@ -70,13 +91,14 @@ class MegatronTrainer:
         self._dp_group = parallel_state.get_data_parallel_group()
         self._model_config = transformer_config(args)
         model = build_model(args, self._model_config)
+        self._held = self._hold_roles(model)
         self._fill(model, config.model.hf_checkpoint)
         self._weights = HFWeights([model], self._ops, self._ranks)
         self._model = wrap_data_parallel(args, self._model_config, model)
         self._optimizer = build_optimizer(args, self._model_config, self._model)
         self._schedule = build_schedule(args, config.data, self._optimizer)
-        self._reference = self._build_reference()
-        self._custom_loss = self._load_custom_loss()
+        self._loss_hooks = self._load_loss_hooks()
+        self._own_advantages = _hook(config.algorithm.custom_advantage_function_path, "custom_advantage_function_path")
         self._step = 0
 
     # --- what others ask ---
@@ -113,17 +135,22 @@ class MegatronTrainer:
         started = time.perf_counter()
         with self._timed(seconds, "data_preprocess"):
             plans = [[self._pack(batch, plan, micro) for micro in plan.micro_batches] for plan in batch.steps]
-            plans = self._with_advantages(batch, plans)
-        if self._reference is not None:
-            with self._timed(seconds, "ref_log_probs"):
-                plans = self._with_log_probs(self._reference, plans, "ref_log_probs")
+        for role in ROLES:
+            if role in self._held:
+                with self._timed(seconds, f"{role}_log_probs"), self._as_role(role):
+                    plans = self._with_log_probs(plans, f"{role}_log_probs")
         algorithm = self._config.algorithm
-        old_needed = len(plans) > 1 and algorithm.loss_type != "sft_loss" and not algorithm.use_rollout_logprobs
+        old_needed = needs_old_log_probs(algorithm, num_steps=len(plans))
         if old_needed:
             with self._timed(seconds, "log_probs"):
-                plans = self._with_log_probs(self._model, plans, "old_log_probs")
+                plans = self._with_log_probs(plans, "old_log_probs")
+        plans = self._with_advantages(batch, plans)
         with self._timed(seconds, "actor_train"):
             steps = [self._optimizer_step(packed, batch) for packed in plans]
+        interval = self._config.model.ref_update_interval
+        if interval is not None and (batch.rollout_id + 1) % interval == 0:
+            self._settle_parameters()
+            self._held.keep("ref")
         metrics = {f"train/{name}": float(np.mean([s[name] for s in steps])) for name in steps[0]}
         if not old_needed and "train/train_rollout_logprob_abs_diff" in metrics:
             metrics["train/train_rollout_logprob_abs_diff"] = steps[0]["train_rollout_logprob_abs_diff"]
@@ -141,7 +168,7 @@ class MegatronTrainer:
             tokens=np.asarray(tokens, dtype=np.int64), response_length=response, loss_mask=np.ones(response, dtype=np.float32),
             reward=0.0, raw_reward=0.0, sample_id=0, group_id=0, rollout_id=0, rollout_mask_sum=float(response),
         )  # fmt: skip
-        packed = self._to_device(pack([sample], plan, per_token=True, multiple_of=self._multiple))
+        packed = self._to_device(pack([sample], plan, aggregation="token", multiple_of=self._multiple))
 
         def read(logits: torch.Tensor, packed: PackedBatch) -> torch.Tensor:
             return packed_log_probs(
@@ -175,12 +202,15 @@ class MegatronTrainer:
         dist.barrier()
 
     def save(self, path: str) -> None:
-        """Write the whole training state: model, optimizer, schedule, random states, step."""
+        """Write the whole training state: model, optimizer, schedule, random states, step; the reference where it moves."""
         with self._watched(f"save {path}"):
             self._settle_parameters()
             save_state(path, self._model, self._optimizer, self._schedule, step=self._step)
             if dist.get_rank() == 0:  # `vime convert` then knows which model this is
                 copy_small_files(Path(str(self._config.model.hf_checkpoint)), Path(path) / HF_FILES)
+            if self._config.model.ref_update_interval is not None:
+                with self._as_role("ref"):
+                    self.save_hf(str(Path(path) / REFERENCE_FOLDER))
 
     def load(self, path: str, *, resume: bool = True) -> None:
         """Load what `save` wrote, at this or another parallel layout, to go on with that run.
@@ -189,6 +219,10 @@ class MegatronTrainer:
         """
         with self._watched(f"load {path}"):
             self._step, exact = load_state(path, self._model, self._optimizer, self._schedule, resume=resume)
+            reference = Path(path) / REFERENCE_FOLDER
+            if resume and self._config.model.ref_update_interval is not None and reference.is_dir():
+                with self._as_role("ref"):
+                    self._fill(self._model.module, str(reference))
         if not exact:
             log.warning("%s was saved at another layout: weights and optimizer are restored, random states start from the seed", path)
 
@@ -219,45 +253,56 @@ class MegatronTrainer:
             expert_tensor_size=parallel_state.get_expert_tensor_parallel_world_size(),
         )
 
-    def _build_reference(self) -> torch.nn.Module | None:
-        """The frozen reference model, when a KL term asks for it."""
-        config = self._config
-        if not config.algorithm.use_kl_loss:
-            return None
-        if config.model.ref_load is None:
-            raise ConfigError("--use-kl-loss needs --ref-load: the Hugging Face folder of the reference model.")
-        shape = model_shape(config.model.ref_load)
-        if replace(shape, path=self._shape.path) != self._shape:
-            raise ConfigError(
-                f"the reference model {shape.path} has another shape than {self._shape.path}; it must be of the same architecture."
-            )
-        reference = build_model(self._args, self._model_config)
-        self._fill(reference, config.model.ref_load)
-        return reference.requires_grad_(False).eval()
+    def _hold_roles(self, model: torch.nn.Module) -> HeldWeights:
+        """The weights of the reference and the teacher where a flag asks for their log-probs. `model` is left with any of them."""
+        algorithm, paths = self._config.algorithm, self._config.model
+        held, folders = HeldWeights([model]), {}
+        if algorithm.use_kl_loss or algorithm.kl_coef != 0:
+            folders["ref"] = ("reference", "--ref-load", paths.ref_load)
+        if algorithm.use_opd and algorithm.opd_type == "megatron":
+            folders["teacher"] = ("teacher", "--opd-teacher-load", paths.opd_teacher_load)
+        for role, (name, flag, folder) in folders.items():
+            if folder is None:
+                raise ConfigError(f"the {name}'s log-probs are needed, and {flag} is not given: it names the {name}'s Hugging Face folder.")
+            shape = model_shape(folder)
+            if replace(shape, path=self._shape.path) != self._shape:
+                raise ConfigError(
+                    f"the {name} {shape.path} has another shape than {self._shape.path}; it must be of the same architecture."
+                )
+            self._fill(model, folder)
+            held.keep(role)
+        return held
 
-    def _load_custom_loss(self) -> Any:
+    @contextmanager
+    def _as_role(self, role: str) -> Iterator[None]:
+        """The model with the weights of `role`."""
+        self._settle_parameters()
+        with self._held.using(role):
+            yield
+
+    def _load_loss_hooks(self) -> LossHooks:
         algorithm = self._config.algorithm
-        if algorithm.loss_type != "custom_loss" or algorithm.custom_loss_function_path is None:
-            return None
-        return load_hook(algorithm.custom_loss_function_path, "custom_loss_function_path")
+        return LossHooks(
+            args=self._config.args,
+            custom_loss=_hook(algorithm.custom_loss_function_path, "custom_loss_function_path"),
+            custom_tis=_hook(algorithm.custom_tis_function_path, "custom_tis_function_path"),
+            pg_loss_reducer=_hook(algorithm.custom_pg_loss_reducer_function_path, "custom_pg_loss_reducer_function_path"),
+        )
 
     @property
     def _multiple(self) -> int:
         """Packs are padded to a multiple of this: sequence parallelism splits them evenly."""
         return parallel_state.get_tensor_model_parallel_world_size() if self._args.sequence_parallel else 1
 
-    @property
-    def _per_token(self) -> bool:
-        return self._config.algorithm.calculate_per_token_loss
-
     def _to_device(self, packed: PackedBatch) -> PackedBatch:
         return packed if self._platform.is_cpu else packed.to(self._platform.device)
 
     def _pack(self, batch: TrainBatch, plan: StepPlan, micro: Sequence[int]) -> PackedBatch:
         samples = [batch.samples[i] for i in micro]
-        return self._to_device(pack(samples, plan, per_token=self._per_token, multiple_of=self._multiple))
+        kind, length = aggregation_of(self._config.algorithm), self._config.rollout.rollout_max_response_len
+        return self._to_device(pack(samples, plan, aggregation=kind, constant_length=length, multiple_of=self._multiple))
 
-    def _with_advantages(self, batch: TrainBatch, plans: list[list[PackedBatch]]) -> list[list[PackedBatch]]:
+    def _with_advantages(self, batch: TrainBatch, plans: Plans) -> Plans:
         algorithm = self._config.algorithm
         if not algorithm.compute_advantages_and_returns or algorithm.loss_type == "sft_loss":
             return plans
@@ -267,17 +312,10 @@ class MegatronTrainer:
             dist.all_reduce(total, group=self._dp_group)
             return total.cpu()
 
-        values = compute_advantages(batch.samples, algorithm, sum_over_ranks=over_ranks)
-        return [
-            [
-                packed.with_token_values(advantages=[values[i] for i in micro])
-                for packed, micro in zip(step, plan.micro_batches, strict=True)
-            ]
-            for step, plan in zip(plans, batch.steps, strict=True)
-        ]
+        return with_advantages(batch, plans, algorithm, sum_over_ranks=over_ranks, function=self._own_advantages, args=self._config.args)
 
-    def _with_log_probs(self, model: torch.nn.Module, plans: list[list[PackedBatch]], name: str) -> list[list[PackedBatch]]:
-        """The log-probs of all micro-batches of all steps under `model`, as the field `name`."""
+    def _with_log_probs(self, plans: Plans, name: str) -> Plans:
+        """The log-probs of all micro-batches of all steps under the weights that are in the model, as the field `name`."""
 
         def read(logits: torch.Tensor, packed: PackedBatch) -> torch.Tensor:
             return packed_log_probs(
@@ -285,7 +323,7 @@ class MegatronTrainer:
                 rows=packed.scored_rows,
             )[0]  # fmt: skip
 
-        flat = iter(forward_each(model, [packed for step in plans for packed in step], read))
+        flat = iter(forward_each(self._model, [packed for step in plans for packed in step], read))
         return [[packed.with_token_values(**{name: next(flat)}) for packed in step] for step in plans]
 
     @property
@@ -296,13 +334,12 @@ class MegatronTrainer:
     def _optimizer_step(self, packed: list[PackedBatch], batch: TrainBatch) -> dict[str, float]:
         """One optimizer step; its metrics without prefix."""
 
-        whole = self._custom_loss is not None  # the user's function is given the logits of all positions
+        whole = self._loss_hooks.custom_loss is not None  # the user's function is given the logits of all positions
 
         def loss(logits: torch.Tensor, micro: PackedBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             return loss_from_logits(
                 logits, micro, self._config.algorithm, temperature=self._temperature, tp_group=self._tp_group,
-                vocab_size=self._shape.vocab_size, rows=None if whole else micro.scored_rows, custom_loss=self._custom_loss,
-                args=self._config.args,
+                vocab_size=self._shape.vocab_size, rows=None if whole else micro.scored_rows, hooks=self._loss_hooks,
             )  # fmt: skip
 
         self._model.zero_grad_buffer()

@@ -3,31 +3,31 @@
 What is returned is this micro-batch's share of the step's mean: added up over all micro-batches of all data-parallel ranks
 it IS the step's loss, and so are the metrics. Gradients must therefore be summed, never averaged.
 
-    policy_loss    clipped surrogate (ppo_clip.py) - entropy_coef x entropy + kl_loss_coef x KL estimate (kl.py)
+    policy_loss    `loss_policy.py`
+    value_loss     the critic's (value_loss.py)
     sft_loss       negative log-likelihood (sft.py)
     custom_loss    the user's function
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from vime.algorithms.ppo_clip import clipped_policy_loss
-from vime.algorithms.registry import KL_ESTIMATORS
 from vime.algorithms.sft import negative_log_likelihood
+from vime.algorithms.value_loss import clipped_value_loss
 from vime.backends.megatron_utils.log_probs import token_log_probs
+from vime.backends.megatron_utils.loss_policy import LossHooks, Metrics, mean, policy_loss, required
 from vime.config.sections import AlgorithmConfig
-from vime.errors import ConfigError, DataError, HookError
+from vime.errors import ConfigError, HookError
 from vime.packing.pack import PackedBatch
 
-__all__ = ["CustomLoss", "loss_from_logits", "packed_log_probs"]
+__all__ = ["CustomLoss", "LossHooks", "loss_from_logits", "packed_log_probs", "value_loss"]
 
-Metrics = dict[str, torch.Tensor]
+KINDS = ("policy_loss", "sft_loss")  # besides custom_loss
 CustomLoss = Callable[[Any, dict[str, Any], torch.Tensor, Callable[[torch.Tensor], torch.Tensor]], tuple[torch.Tensor, Metrics]]
 
 
@@ -73,23 +73,22 @@ def loss_from_logits(
     tp_group: dist.ProcessGroup | None = None,
     vocab_size: int | None = None,
     rows: torch.Tensor | None = None,
-    custom_loss: CustomLoss | None = None,
-    args: Any = None,
+    hooks: LossHooks | None = None,
 ) -> tuple[torch.Tensor, Metrics]:
     """(loss scalar, metric sums) of one micro-batch; see the module's docstring for how they add up.
 
     `logits` [T, V / tp], or [N, V / tp] with `rows` as in `packed_log_probs`, stay as they are. `temperature` is the sampling
     temperature: the policy is softmax(logits / it). `vocab_size` is the size without padding columns. `packed.old_log_probs`
-    None means that the policy has not been updated since it generated: old = current, detached. `custom_loss` and `args` are
-    for --loss-type custom_loss only, which needs the logits of all positions (`rows` None). The metrics are detached scalars
+    None means that the policy has not been updated since it generated: old = current, detached. `hooks` are the
+    user's functions; --loss-type custom_loss needs the logits of all positions (`rows` None). The metrics are detached scalars
     with slime's names, without the prefix "train/". Collective over `tp_group`. Raises DataError when `packed` lacks what the
     loss needs, HookError when the user's function fails.
     """
-    kind = algorithm.loss_type
+    kind, hooks = algorithm.loss_type, hooks or LossHooks()
     if kind == "custom_loss":
-        return _custom_loss(logits, packed, custom_loss, args, temperature, tp_group, vocab_size)
-    if kind not in LOSSES:
-        raise ConfigError(f"--loss-type {kind} is unknown; known are {', '.join(LOSSES)}, custom_loss.")
+        return _custom_loss(logits, packed, hooks.custom_loss, hooks.args, temperature, tp_group, vocab_size)
+    if kind not in KINDS:
+        raise ConfigError(f"--loss-type {kind} is unknown; known are {', '.join(KINDS)}, custom_loss.")
     log_probs, entropy = packed_log_probs(
         logits,
         packed,
@@ -100,59 +99,29 @@ def loss_from_logits(
         with_entropy=kind == "policy_loss",
         entropy_grad=algorithm.entropy_coef != 0,
     )
-    return LOSSES[kind](log_probs, entropy, packed, algorithm)
-
-
-def _mean(packed: PackedBatch, values: torch.Tensor) -> torch.Tensor:
-    """This micro-batch's share of the step's mean of `values` [T]."""
-    return (packed.loss_weight * values).sum()
-
-
-def _policy_loss(
-    log_probs: torch.Tensor, entropy: torch.Tensor | None, packed: PackedBatch, algorithm: AlgorithmConfig
-) -> tuple[torch.Tensor, Metrics]:
-    """Clipped surrogate, entropy bonus, KL to the reference."""
-    advantages = _required(packed, "advantages", "--loss-type policy_loss")
-    current = log_probs.detach()
-    if algorithm.use_rollout_logprobs:
-        old = _required(packed, "rollout_log_probs", "--use-rollout-logprobs")
-    else:
-        old = current if packed.old_log_probs is None else packed.old_log_probs
-    per_token, clipped = clipped_policy_loss(
-        log_probs,
-        old,
-        advantages,
-        eps_clip=algorithm.eps_clip,
-        eps_clip_high=algorithm.eps_clip_high,
-        eps_clip_c=algorithm.eps_clip_c,
-    )
+    if kind == "sft_loss":
+        return _sft_loss(log_probs, packed)
     assert entropy is not None
-    pg_loss, entropy_mean = _mean(packed, per_token), _mean(packed, entropy)
-    loss = pg_loss
-    metrics = {"pg_loss": pg_loss, "entropy_loss": entropy_mean, "pg_clipfrac": _mean(packed, clipped)}
-    metrics["ppo_kl"] = _mean(packed, old - current)
-    if algorithm.entropy_coef != 0:
-        loss = loss - algorithm.entropy_coef * entropy_mean
-    if algorithm.use_kl_loss:
-        reference = _required(packed, "ref_log_probs", "--use-kl-loss")
-        kl_loss = _mean(packed, KL_ESTIMATORS[algorithm.kl_loss_type](log_probs, reference))
-        loss = loss + algorithm.kl_loss_coef * kl_loss
-        metrics["kl_loss"] = kl_loss
-    if packed.rollout_log_probs is not None:
-        trainer = current if algorithm.use_rollout_logprobs else old
-        metrics["train_rollout_logprob_abs_diff"] = _mean(packed, (trainer - packed.rollout_log_probs).abs())
+    loss, metrics = policy_loss(log_probs, entropy, packed, algorithm, hooks)
     return loss, _detached(metrics, loss)
 
 
-def _sft_loss(
-    log_probs: torch.Tensor, entropy: torch.Tensor | None, packed: PackedBatch, algorithm: AlgorithmConfig
-) -> tuple[torch.Tensor, Metrics]:
+def _sft_loss(log_probs: torch.Tensor, packed: PackedBatch) -> tuple[torch.Tensor, Metrics]:
     """Negative log-likelihood."""
-    loss = _mean(packed, negative_log_likelihood(log_probs))
+    loss = mean(packed, negative_log_likelihood(log_probs))
     return loss, _detached({}, loss)
 
 
-LOSSES: Mapping[str, Callable[..., tuple[torch.Tensor, Metrics]]] = MappingProxyType({"policy_loss": _policy_loss, "sft_loss": _sft_loss})
+def value_loss(values: torch.Tensor, packed: PackedBatch, *, value_clip: float) -> tuple[torch.Tensor, Metrics]:
+    """(loss scalar, metric sums) of the critic's values [T] (what stands at untrained positions does not matter).
+
+    `packed.values` are those before the step, `packed.returns` what they are to predict. Metrics as in `loss_from_logits`.
+    """
+    old, returns = required(packed, "values", "the value loss"), required(packed, "returns", "the value loss")
+    per_token, clipped = clipped_value_loss(values, old, returns, value_clip=value_clip)
+    loss = mean(packed, per_token)
+    metrics = {"value_loss": loss, "value_clipfrac": mean(packed, clipped), "values": mean(packed, old), "returns": mean(packed, returns)}
+    return loss, _detached(metrics, loss)
 
 
 def _custom_loss(
@@ -223,22 +192,16 @@ def _hook_batch(packed: PackedBatch, log_probs: Callable[..., Any]) -> dict[str,
         "old_log_probs": "log_probs",
         "rollout_log_probs": "rollout_log_probs",
         "ref_log_probs": "ref_log_probs",
+        "values": "values",
+        "returns": "returns",
     }
     for ours, slimes in names.items():
         values = getattr(packed, ours)
         if values is not None:
             batch[slimes] = packed.gather(values)
     if "advantages" in batch:
-        batch["returns"] = batch["advantages"]  # the same without a critic
+        batch["returns"] = batch.get("returns", batch["advantages"])  # the same without a critic
     return batch
-
-
-def _required(packed: PackedBatch, name: str, why: str) -> torch.Tensor:
-    """A field of `packed` that must be there."""
-    value = getattr(packed, name)
-    if value is None:
-        raise DataError(f"the micro-batch has no {name}, which {why} needs (samples {list(packed.sample_ids)[:4]}...).")
-    return value
 
 
 def _detached(metrics: Metrics, loss: torch.Tensor) -> Metrics:

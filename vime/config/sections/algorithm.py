@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from vime.config.estimators import ESTIMATORS
 from vime.config.fields import opt
 
 __all__ = ["AlgorithmConfig", "CriticConfig"]
 
-ESTIMATORS = ("grpo", "gspo", "cispo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo")
-SHAPING = "no built estimator has token rewards. For a KL term say --use-kl-loss --kl-loss-coef."
-CORRECTION = "the difference between trainer and engine is a metric only. Leave it out."
-DISTILLATION = "on-policy distillation is not built. Leave it out."
 CRITIC = "no built estimator has a critic. Leave it out."
-OWN_LOSS = "give the whole loss as --loss-type custom_loss --custom-loss-function-path."
 REPLAY = "dense models are trained. Leave it out."
 
 
@@ -21,7 +17,7 @@ REPLAY = "dense models are trained. Leave it out."
 class AlgorithmConfig:
     """Advantages and losses."""
 
-    advantage_estimator: str = opt("grpo", "Algorithm.", choices=ESTIMATORS, choices_not_yet=ESTIMATORS[1:])
+    advantage_estimator: str = opt("grpo", "Algorithm.", choices=tuple(ESTIMATORS), choices_not_yet=("ppo",))
     grpo_std_normalization: bool = opt(
         True, "Dr.GRPO: do not divide by the group's standard deviation.", flag="--disable-grpo-std-normalization", negated=True
     )
@@ -31,11 +27,10 @@ class AlgorithmConfig:
         None,
         "Replaces advantages: fn(args, rollout_data) sets advantages and returns.",
         type=str,
-        not_yet="process rewards in --custom-reward-post-process-path: they become the advantages.",
     )
-    gamma: float = opt(1.0, "Discount of later rewards, per token.", ge=0, le=1, not_yet=SHAPING)
-    lambd: float = opt(1.0, "Lambda of generalised advantage estimation.", ge=0, le=1, not_yet=CRITIC)
-    kl_coef: float = opt(0.0, "Coefficient of the KL penalty in the token rewards.", ge=0, not_yet=SHAPING)
+    gamma: float = opt(1.0, "Discount of later rewards, per token.", ge=0, le=1)
+    lambd: float = opt(1.0, "Lambda of generalised advantage estimation.", ge=0, le=1)
+    kl_coef: float = opt(0.0, "Coefficient of the KL penalty in the token rewards.", ge=0)
     normalize_advantages: bool = opt(False, "Whiten advantages over the whole batch.")
 
     loss_type: str = opt("policy_loss", "Which loss.", choices=("policy_loss", "sft_loss", "custom_loss"))
@@ -46,7 +41,6 @@ class AlgorithmConfig:
         None,
         "Replaces the mean of the policy loss: fn(total_lengths, response_lengths, loss_masks, calculate_per_token_loss) -> callable.",
         type=str,
-        not_yet=OWN_LOSS,
     )
     eps_clip: float = opt(0.2, "Lower clip distance of the probability ratio.", ge=0)
     eps_clip_high: float | None = opt(None, "Upper clip distance; default: --eps-clip.", type=float, ge=0)
@@ -54,60 +48,58 @@ class AlgorithmConfig:
     use_kl_loss: bool = opt(False, "Add KL(policy || reference) to the loss.")
     kl_loss_coef: float = opt(0.0, "Its coefficient.", ge=0)
     kl_loss_type: str = opt("k1", "Its estimator.", choices=("k1", "k2", "k3", "low_var_kl"))
-    use_unbiased_kl: bool = opt(
-        False, "Weigh the KL term by the probability ratio policy / old policy.", not_yet="the KL term is unweighted. Leave it out."
-    )
+    use_unbiased_kl: bool = opt(False, "Weigh the KL term by the probability ratio policy / old policy.")
     entropy_coef: float = opt(0.0, "Coefficient of the entropy bonus.", ge=0)
-    calculate_per_token_loss: bool = opt(False, "Mean over all tokens instead of per rollout, then over rollouts.")
+    loss_aggregation: str = opt(
+        "rollout",
+        "The mean of token losses: in each rollout, then over rollouts; per sample; over all tokens; by a fixed length (Dr.GRPO).",
+        choices=("rollout", "sequence", "token", "constant"),
+    )
+    calculate_per_token_loss: bool = opt(False, "The same as --loss-aggregation token, under slime's name.")
 
     use_rollout_logprobs: bool = opt(False, "Take the engine's log-probs as the old policy's, instead of recomputing them.")
     use_rollout_entropy: bool = opt(
         False, "Entropy of the old policy as a metric.", not_yet="the policy's entropy is always a metric. Leave it out."
     )
-    get_mismatch_metrics: bool = opt(False, "Metrics of the importance weights trainer / engine, without using them.", not_yet=CORRECTION)
-    use_tis: bool = opt(False, "Weigh the policy loss by the truncated ratio trainer / engine.", not_yet=CORRECTION)
-    tis_clip: float = opt(2.0, "Upper bound of that ratio.", gt=0, not_yet=CORRECTION)
-    tis_clip_low: float = opt(0.0, "Lower bound of that ratio.", ge=0, not_yet=CORRECTION)
+    get_mismatch_metrics: bool = opt(False, "Metrics of the importance weights trainer / engine, without using them.")
+    use_tis: bool = opt(False, "Weigh the policy loss by the truncated ratio trainer / engine.")
+    tis_clip: float = opt(2.0, "Upper bound of that ratio.", gt=0)
+    tis_clip_low: float = opt(0.0, "Lower bound of that ratio.", ge=0)
     tis_mode: str = opt(
         "truncate",
         "Ratios outside the bounds: cut from above (truncate: TIS), on both sides (clip), or weight 0 (mask: IcePop, MIS).",
         choices=("truncate", "clip", "mask"),
-        not_yet=CORRECTION,
     )
     tis_level: str = opt(
         "token",
         "The ratio of a token, of its sequence, or its geometric mean.",
         choices=("token", "sequence", "geometric"),
-        not_yet=CORRECTION,
     )
-    tis_batch_normalize: bool = opt(False, "Divide the weights by their mean over the batch.", not_yet=CORRECTION)
-    use_rs: bool = opt(False, "Drop what lies outside the bounds of --rs-level.", not_yet=CORRECTION)
-    rs_level: str = opt("token", "The ratio that drops.", choices=("token", "sequence", "geometric"), not_yet=CORRECTION)
-    rs_lower_bound: float | None = opt(None, "Its lower bound; default: --tis-clip-low.", type=float, ge=0, not_yet=CORRECTION)
-    rs_upper_bound: float | None = opt(None, "Its upper bound; default: --tis-clip.", type=float, gt=0, not_yet=CORRECTION)
-    rs_veto_threshold: float | None = opt(
-        None, "A token with a ratio below this drops its whole sequence.", type=float, gt=0, not_yet=CORRECTION
+    tis_batch_normalize: bool = opt(
+        False, "Divide the weights by their mean over the batch.", not_yet="the weights are used as they are. Leave it out."
     )
+    use_rs: bool = opt(False, "Drop what lies outside the bounds of --rs-level.")
+    rs_level: str = opt("token", "The ratio that drops.", choices=("token", "sequence", "geometric"))
+    rs_lower_bound: float | None = opt(None, "Its lower bound; default: --tis-clip-low.", type=float, ge=0)
+    rs_upper_bound: float | None = opt(None, "Its upper bound; default: --tis-clip.", type=float, gt=0)
+    rs_veto_threshold: float | None = opt(None, "A token with a ratio below this drops its whole sequence.", type=float, gt=0)
     custom_tis_function_path: str | None = opt(
         None,
         "Replaces the weighting: fn(*, args, pg_loss, train_log_probs, rollout_log_probs, loss_masks, ...) -> (pg_loss, masks, metrics).",
         type=str,
-        not_yet=CORRECTION,
     )
-    use_opsm: bool = opt(
-        False, "Off-policy sequence masking: sequences of negative advantage that drifted too far do not count.", not_yet=CORRECTION
-    )
-    opsm_delta: float = opt(1e-4, "The drift (mean KL of the sequence) above which they do not.", ge=0, not_yet=CORRECTION)
+    use_opsm: bool = opt(False, "Off-policy sequence masking: sequences of negative advantage that drifted too far do not count.")
+    opsm_delta: float = opt(1e-4, "The drift (mean KL of the sequence) above which they do not.", ge=0)
 
-    use_opd: bool = opt(False, "On-policy distillation: subtract the reverse KL to a teacher from the advantages.", not_yet=DISTILLATION)
+    use_opd: bool = opt(False, "On-policy distillation: subtract the reverse KL to a teacher from the advantages.")
     opd_type: str | None = opt(
         None,
         "Where the teacher's log-probs come from: an engine, or a copy in the trainer.",
         type=str,
         choices=("vllm", "megatron"),
-        not_yet=DISTILLATION,
+        choices_not_yet=("vllm",),
     )
-    opd_kl_coef: float = opt(1.0, "Coefficient of that KL.", ge=0, not_yet=DISTILLATION)
+    opd_kl_coef: float = opt(1.0, "Coefficient of that KL.", ge=0)
 
     use_routing_replay: bool = opt(False, "MoE: train with the routing of the log-prob pass.", not_yet=REPLAY)
     use_rollout_routing_replay: bool = opt(False, "MoE: train with the engine's routing.", not_yet=REPLAY)

@@ -128,11 +128,8 @@ class RewardConfig:
         "DAPO: the last tokens of --rollout-max-response-len, over which the reward falls linearly.",
         type=int,
         ge=1,
-        not_yet="shape the reward in --custom-rm-path.",
     )
-    overlong_penalty_factor: float = opt(
-        1.0, "DAPO: what a response of the full length loses.", gt=0, not_yet="shape the reward in --custom-rm-path."
-    )
+    overlong_penalty_factor: float = opt(1.0, "DAPO: what a response of the full length loses.", gt=0)
     custom_reward_post_process_path: str | None = opt(None, "Replaces group normalisation: fn(args, samples) -> (raw, rewards).", type=str)
     custom_convert_samples_to_train_data_path: str | None = opt(
         None,

@@ -24,7 +24,6 @@ class ModelConfig:
         "Copy the policy to the reference every N rollout steps.",
         type=int,
         ge=1,
-        not_yet="the reference stays as --ref-load gives it. Leave it out.",
     )
     keep_old_actor: bool = opt(
         False,
@@ -35,7 +34,6 @@ class ModelConfig:
         None,
         "Hugging Face folder of the teacher of on-policy distillation.",
         type=str,
-        not_yet="on-policy distillation is not built. Leave it out.",
     )
     custom_model_provider_path: str | None = opt(
         None,

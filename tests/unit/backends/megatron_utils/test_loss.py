@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,15 +15,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vime.algorithms.advantages import compute_advantages
-from vime.backends.megatron_utils.loss import loss_from_logits, packed_log_probs
+from vime.backends.megatron_utils.loss import LossHooks, loss_from_logits, packed_log_probs, value_loss
 from vime.config.sections import AlgorithmConfig, DataConfig, RewardConfig
 from vime.errors import ConfigError, DataError, HookError
 from vime.packing.build import FILLER_ID, build_train_batches
-from vime.packing.pack import PackedBatch, pack
+from vime.packing.pack import AGGREGATIONS, PackedBatch, aggregation_of, pack
 from vime.types import StepPlan, TrainBatch, TrainSample
 from vime.utils.types import Sample
 
 VOCAB, WIDTH = 11, 12  # one column of padding
+CONSTANT = 16  # tokens, for --loss-aggregation constant
 FULL = AlgorithmConfig(
     eps_clip=0.2,
     eps_clip_high=0.28,
@@ -69,9 +71,9 @@ def logits_of(sample: TrainSample) -> torch.Tensor:
 
 def micro_batch(members: list[TrainSample], plan: StepPlan, algorithm: AlgorithmConfig, multiple_of: int = 1) -> PackedBatch:
     """Packed, with advantages, old and reference log-probs."""
-    packed = pack(members, plan, per_token=algorithm.calculate_per_token_loss, multiple_of=multiple_of)
+    packed = pack(members, plan, aggregation=aggregation_of(algorithm), constant_length=CONSTANT, multiple_of=multiple_of)
     return packed.with_token_values(
-        advantages=compute_advantages(members, algorithm),
+        advantages=compute_advantages(members, algorithm)[0],
         old_log_probs=[token_values(s.sample_id, s.response_length, 1) for s in members],
         ref_log_probs=[token_values(s.sample_id, s.response_length, 2) for s in members],
     )
@@ -132,7 +134,9 @@ def by_hand(samples: list[TrainSample], algorithm: AlgorithmConfig) -> tuple[flo
                 pg = min(pg, -algorithm.eps_clip_c * advantage)
             d = new - ref[j]
             assert sample.rollout_log_probs is not None
-            weight = 1 / trained if algorithm.calculate_per_token_loss else 1 / mine / rollouts
+            own = float(sample.loss_mask.sum())
+            weight = {"token": 1 / trained, "rollout": 1 / mine / rollouts, "sequence": 1 / own / len(samples),
+                      "constant": 1 / CONSTANT / rollouts}[algorithm.loss_aggregation]  # fmt: skip
             sums["pg_loss"] += weight * pg
             sums["entropy_loss"] += weight * -sum(q * math.log(q) for q in p)
             sums["pg_clipfrac"] += weight * (-bounded * advantage > -ratio * advantage)
@@ -146,10 +150,10 @@ def by_hand(samples: list[TrainSample], algorithm: AlgorithmConfig) -> tuple[flo
 LENGTHS = [(3, 4), (1, 9), (2, 1), (5, 6), (2, 2), (1, 3), (4, 12), (2, 5)]
 
 
-@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("siblings", [1, 2])
-def test_policy_loss_and_metrics_equal_loops_over_tokens(per_token: bool, siblings: int) -> None:
-    algorithm = AlgorithmConfig(**{f: getattr(FULL, f) for f in FULL.__slots__} | {"calculate_per_token_loss": per_token})
+def test_policy_loss_and_metrics_equal_loops_over_tokens(aggregation: str, siblings: int) -> None:
+    algorithm = replace(FULL, loss_aggregation=aggregation)
     batches = batches_of(rollout(LENGTHS, siblings), algorithm, DataConfig(micro_batch_size=3), 1)
     loss, metrics, _ = whole_step(batches, algorithm, multiple_of=8)
     expected, expected_metrics = by_hand(list(batches[0].samples), algorithm)
@@ -163,14 +167,16 @@ def test_policy_loss_and_metrics_equal_loops_over_tokens(per_token: bool, siblin
     dp_size=st.integers(1, 3),
     budget=st.integers(6, 40),
     multiple_of=st.sampled_from([1, 4, 16]),
-    per_token=st.booleans(),
+    aggregation=st.sampled_from(AGGREGATIONS),
+    estimator=st.sampled_from(["grpo", "gspo", "cispo"]),
     siblings=st.integers(1, 2),
 )
 @settings(max_examples=40, deadline=None)
 def test_loss_and_gradients_do_not_depend_on_packing_or_split(
-    lengths: list[tuple[int, int]], dp_size: int, budget: int, multiple_of: int, per_token: bool, siblings: int
+    lengths: list[tuple[int, int]], dp_size: int, budget: int, multiple_of: int, aggregation: str, estimator: str, siblings: int
 ) -> None:
-    algorithm = AlgorithmConfig(**{f: getattr(FULL, f) for f in FULL.__slots__} | {"calculate_per_token_loss": per_token})
+    corrections = {"use_tis": True, "tis_level": "geometric", "use_rs": True, "rs_level": "sequence", "rs_lower_bound": 1e-3}
+    algorithm = replace(FULL, loss_aggregation=aggregation, advantage_estimator=estimator, use_opsm=True, **corrections)  # type: ignore[arg-type]
     samples = rollout(lengths, siblings)
     one_by_one = whole_step(batches_of(samples, algorithm, DataConfig(micro_batch_size=1), 1), algorithm)
     data = DataConfig(use_dynamic_batch_size=True, max_tokens_per_gpu=budget)
@@ -290,7 +296,9 @@ def test_a_custom_loss_in_slimes_form_gives_the_built_in_loss(per_token: bool) -
     results = []
     for algorithm, hook in ((built_in, None), (custom, user_loss)):
         leaf = logits.clone().requires_grad_()
-        loss, metrics = loss_from_logits(leaf, packed, algorithm, temperature=1.0, vocab_size=VOCAB, custom_loss=hook, args="args")
+        loss, metrics = loss_from_logits(
+            leaf, packed, algorithm, temperature=1.0, vocab_size=VOCAB, hooks=LossHooks(custom_loss=hook, args="args")
+        )
         loss.backward()
         results.append((loss.item(), leaf.grad, metrics))
     assert results[0][0] == pytest.approx(results[1][0], rel=1e-6)
@@ -326,7 +334,107 @@ def test_a_custom_loss_that_fails_is_a_hook_error(hook: Any, message: str) -> No
     algorithm = AlgorithmConfig(loss_type="custom_loss")
     packed, logits = example(algorithm)
     with pytest.raises(HookError, match=message):
-        loss_from_logits(logits, packed, algorithm, temperature=1.0, custom_loss=hook)
+        loss_from_logits(logits, packed, algorithm, temperature=1.0, hooks=LossHooks(custom_loss=hook))
+
+
+CORRECTED = AlgorithmConfig(
+    advantage_estimator="gspo", use_tis=True, tis_mode="clip", tis_clip_low=0.5, tis_clip=1.5, use_rs=True, rs_upper_bound=4.0,
+    rs_lower_bound=0.2, use_opsm=True, opsm_delta=0.1, get_mismatch_metrics=True, use_kl_loss=True, kl_loss_coef=0.2, use_unbiased_kl=True,
+)  # fmt: skip
+
+
+def test_corrections_weigh_the_surrogate_and_nothing_else() -> None:
+    """Token by token: clip(w) x kept x off-policy mask x GSPO's surrogate, and the KL term weighted by pi / pi_old."""
+    packed, logits = example(CORRECTED)
+    new = packed_log_probs(logits, packed, temperature=0.9, vocab_size=VOCAB)[0].tolist()
+    old, engine, ref, advantages = (
+        getattr(packed, name).tolist() for name in ("old_log_probs", "rollout_log_probs", "ref_log_probs", "advantages")
+    )
+    pg = kl = tis = rejected = masked = 0.0
+    for where in packed.response_slices():
+        trained = [t for t in range(where.start, where.stop) if packed.loss_mask[t]]
+        if not trained:
+            continue
+        s = math.exp(sum(new[t] - old[t] for t in trained) / len(trained))
+        drift = sum(engine[t] - new[t] for t in trained) / len(trained)
+        for t in trained:
+            weight = packed.loss_weight[t].item()
+            w = math.exp(old[t] - engine[t])
+            surrogate = max(-s * advantages[t], -min(max(s, 0.8), 1.2) * advantages[t])
+            kept = 0.2 <= w <= 4.0
+            silent = advantages[t] < 0 and drift > 0.1
+            pg += weight * min(max(w, 0.5), 1.5) * kept * (not silent) * surrogate
+            kl += weight * math.exp(new[t] - old[t]) * (new[t] - ref[t])
+            tis, rejected, masked = tis + weight * min(max(w, 0.5), 1.5), rejected + weight * (not kept), masked + weight * silent
+    loss, metrics = loss_from_logits(logits, packed, CORRECTED, temperature=0.9, vocab_size=VOCAB)
+    expected = {"loss": pg + 0.2 * kl, "pg_loss": pg, "kl_loss": kl, "tis": tis, "rs_rejected_frac": rejected, "opsm_clipfrac": masked}
+    assert {name: metrics[name].item() for name in expected} == pytest.approx(expected, abs=1e-6)
+    assert loss.item() == pytest.approx(expected["loss"], abs=1e-6)
+    assert 0 < rejected < 1
+    assert 0 < masked < 1
+    assert {"ois", "mismatch_kl", "mismatch_k3_kl", "mismatch_chi2"} <= set(metrics)
+
+
+def test_gradients_with_corrections_by_finite_differences() -> None:
+    packed, logits = example(CORRECTED)
+    logits.requires_grad_()
+    assert torch.autograd.gradcheck(lambda z: loss_from_logits(z, packed, CORRECTED, temperature=0.9, vocab_size=VOCAB)[0], logits)
+
+
+def own_tis(*, args: Any, pg_loss: Any, train_log_probs: Any, rollout_log_probs: Any, loss_masks: Any, **more: Any) -> Any:
+    """The built-in correction in slime's form: weights within [0, 2], and no token beyond 4."""
+    assert [len(m) for m in loss_masks] == more["response_lengths"]
+    weights = torch.exp(torch.cat(train_log_probs) - torch.cat(rollout_log_probs))
+    masks = [m * (w <= 4).float() for m, w in zip(loss_masks, weights.split(more["response_lengths"]), strict=True)]
+    return pg_loss * weights.clamp(0, 2), masks, {"own_tis": weights.clamp(0, 2)}
+
+
+def own_mean(total_lengths: Any, response_lengths: Any, loss_masks: Any, calculate_per_token_loss: bool) -> Any:
+    """slime's default reducer for samples that are rollouts of their own."""
+
+    def reduce(values: torch.Tensor) -> torch.Tensor:
+        means = [(v * m).sum() / m.sum().clamp(min=1) for v, m in zip(values.split(response_lengths), loss_masks, strict=True)]
+        return torch.stack(means).sum()
+
+    return reduce
+
+
+def test_a_users_correction_and_reducer_in_slimes_form_give_the_built_in_ones() -> None:
+    built_in = AlgorithmConfig(use_tis=True, use_rs=True, rs_lower_bound=0.0, rs_upper_bound=4.0)
+    packed, logits = example(built_in)
+    expected, metrics = loss_from_logits(logits, packed, built_in, temperature=0.9, vocab_size=VOCAB)
+    hooks = LossHooks(custom_tis=own_tis, pg_loss_reducer=own_mean, args=SimpleNamespace())
+    got, own = loss_from_logits(logits, packed, AlgorithmConfig(use_tis=True), temperature=0.9, vocab_size=VOCAB, hooks=hooks)
+    assert got.item() == pytest.approx(expected.item(), abs=1e-6)
+    assert own["own_tis"].item() == pytest.approx(metrics["tis"].item(), abs=1e-6)
+
+
+def test_a_correction_or_reducer_that_fails_is_a_hook_error() -> None:
+    packed, logits = example()
+    for hooks, message in (
+        (LossHooks(custom_tis=lambda **k: k["nothing"], args=SimpleNamespace()), "--custom-tis-function-path"),
+        (LossHooks(pg_loss_reducer=lambda *a: lambda x: x, args=SimpleNamespace()), "tensor with one element"),
+    ):
+        with pytest.raises(HookError, match=message):
+            loss_from_logits(logits, packed, AlgorithmConfig(use_tis=True), temperature=1.0, hooks=hooks)
+
+
+def test_the_value_loss_is_averaged_as_the_policys_is() -> None:
+    packed, _ = example()
+    values = torch.randn(packed.num_tokens, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    values.requires_grad_()
+    sizes = list(zip(packed.sample_ids, packed.response_lengths, strict=True))
+    packed = packed.with_token_values(values=[token_values(i, n, 3) for i, n in sizes], returns=[token_values(i, n, 4) for i, n in sizes])
+    loss, metrics = value_loss(values, packed, value_clip=0.2)
+    expected = 0.0
+    for t in packed.trained_rows.tolist():
+        v, o, g = values[t].item(), packed.values[t].item(), packed.returns[t].item()  # type: ignore[index]
+        expected += packed.loss_weight[t].item() * max((v - g) ** 2, (min(max(v, o - 0.2), o + 0.2) - g) ** 2)
+    assert loss.item() == pytest.approx(expected, abs=1e-6)
+    assert list(metrics) == ["loss", "value_loss", "value_clipfrac", "values", "returns"]
+    loss.backward()
+    assert values.grad is not None
+    assert not values.grad[packed.loss_mask == 0].any()
 
 
 def test_missing_values_and_unknown_losses_are_refused() -> None:
