@@ -13,7 +13,7 @@ from tests.rules.source import ROOT, imported_modules, inside, module_name, pyth
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("vime", "vime.types", "vime.errors", "vime.utils", "vime.utils.types"),
     ("vime.config",),
-    ("vime.observability", "vime.hooks", "vime.utils.http_utils"),
+    ("vime.observability", "vime.hooks", "vime.plan", "vime.utils.http_utils"),
     ("vime.data", "vime.rollout.rm_hub", "vime.rollout.filter_hub", "vime.algorithms"),
     ("vime.packing",),
     ("vime.rollout", "vime.agent", "vime.backends"),

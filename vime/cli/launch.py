@@ -24,13 +24,17 @@ def main(argv: Sequence[str]) -> int:
     if "--help" in argv or "-h" in argv:
         print(help_text())
         return 0
-    flags = [token for token in argv if token != "--print-config"]
+    flags = [token for token in argv if token not in ("--print-config", "--dry-run")]
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # users' hooks live where they start the run
     config = parse_args(flags)
-    if len(flags) < len(argv):
+    if "--print-config" in argv:
         print(shown(config))
         return 0
+    if "--dry-run" in argv:
+        from vime.cli.plan import dry_run
+
+        return dry_run(config)
     from vime.cli.train import train
 
     for number in (signal.SIGINT, signal.SIGTERM):  # after the import of Ray, which sets a handler of its own

@@ -33,6 +33,7 @@ COMMANDS: dict[str, Command] = {
         resumes=True,
     ),
     "convert": Command(help="convert weights between a Hugging Face folder and a Megatron checkpoint", target="vime.cli.convert:main"),
+    "plan": Command(help="say what a run will be and whether it fits, without starting it", target="vime.cli.plan:main"),
 }
 
 

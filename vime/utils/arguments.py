@@ -34,16 +34,17 @@ __all__ = ["parse_args"]
 CONFIG = "--config"
 
 
-def parse_args(argv: Sequence[str] | None = None) -> RunConfig:
+def parse_args(argv: Sequence[str] | None = None, *, planned: bool = False) -> RunConfig:
     """Parse and validate the command line (default: sys.argv[1:]) and the files that it names. Paths come out absolute.
 
-    Raises ConfigError with every problem found.
+    With `planned` True it may ask for what is not available yet, and of the model folder only config.json is needed: the plan
+    checks the layout itself. Raises ConfigError with every problem found.
     """
     flags = own_flags()
     given, problems = _all_given(sys.argv[1:] if argv is None else argv, flags)
     tokens = by_owner(given, flags)
     own = parse_own(tokens.own)
-    answers = ask(_questions(tokens, own.sections))
+    answers = ask(_questions(tokens, ["--planned"] if planned else _model_options(own.sections)))
     megatron = answers["megatron"].values
     config = RunConfig(
         **own.sections,
@@ -56,7 +57,8 @@ def parse_args(argv: Sequence[str] | None = None) -> RunConfig:
         | {f"megatron.{name}": origin for name, origin in megatron.get("origins", {}).items()},
     )
     sources = sources_of(given)
-    problems += [with_sources(problem, sources) for problem in (*own.problems, *_told(answers), *_broken_rules(config, own.unsure))]
+    found = (*own.problems, *_told(answers), *_broken_rules(config, own.unsure, planned))
+    problems += [with_sources(problem, sources) for problem in found]
     if problems:
         raise ConfigError(*problems)
     return with_absolute_paths(config)
@@ -76,9 +78,9 @@ def _all_given(argv: Sequence[str], flags: Own) -> tuple[list[Given], list[str]]
     return layered([*layers, [one for one in typed if one.flag != CONFIG]], flags), problems
 
 
-def _questions(tokens: OwnedTokens, sections: Mapping[str, Any]) -> dict[str, list[str]]:
+def _questions(tokens: OwnedTokens, model_options: list[str]) -> dict[str, list[str]]:
     """What to ask whom: those that have tokens to check, and Megatron always, since its defaults are wanted, too."""
-    asked = {"megatron": [*_model_options(sections), "--", *tokens.megatron]}
+    asked = {"megatron": [*model_options, "--", *tokens.megatron]}
     if tokens.vllm:
         asked["vllm"] = tokens.vllm
     if tokens.router:
@@ -111,9 +113,9 @@ def _told(answers: Mapping[str, Answer]) -> Iterator[str]:
         yield names.explain(problem.removeprefix(UNKNOWN).rstrip(".")) if problem.startswith(UNKNOWN) else problem
 
 
-def _broken_rules(config: RunConfig, unsure: frozenset[str]) -> list[str]:
+def _broken_rules(config: RunConfig, unsure: frozenset[str], planned: bool) -> list[str]:
     try:
-        check_rules(config, unsure=unsure)
+        check_rules(config, unsure=unsure, planned=planned)
     except ConfigError as error:
         return error.problems
     return []

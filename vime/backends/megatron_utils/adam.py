@@ -6,12 +6,14 @@ parameter group). With this layout it resumes, and the checkpoint has the layout
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-__all__ = ["FusedLayoutAdam", "use_fused_layout_adam"]
+__all__ = ["PIECE", "FusedLayoutAdam", "use_fused_layout_adam"]
+
+PIECE = 2**24  # numbers that are updated at once: the update needs as much memory again, which for all weights would be a peak
 
 
 class FusedLayoutAdam(torch.optim.Optimizer):
@@ -43,8 +45,8 @@ class FusedLayoutAdam(torch.optim.Optimizer):
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
             params = [p for p in group["params"] if p.grad is not None]
-            if params:
-                self._update(group, params)
+            for piece in _pieces(params):
+                self._update(group, piece)
         return loss
 
     def _update(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
@@ -68,6 +70,20 @@ class FusedLayoutAdam(torch.optim.Optimizer):
         torch._foreach_div_(denominator, correction2**0.5)
         torch._foreach_add_(denominator, group["eps"])
         torch._foreach_addcdiv_(params, first, denominator, value=-lr / correction1)
+
+
+def _pieces(params: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """`params` in order, in lists of at most PIECE numbers; a larger parameter stands alone."""
+    piece: list[torch.Tensor] = []
+    size = 0
+    for p in params:
+        if piece and size + p.numel() > PIECE:
+            yield piece
+            piece, size = [], 0
+        piece.append(p)
+        size += p.numel()
+    if piece:
+        yield piece
 
 
 def use_fused_layout_adam() -> bool:

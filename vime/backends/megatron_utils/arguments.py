@@ -1,6 +1,6 @@
 """Megatron's arguments: its own parser verbatim, the shape from the Hugging Face config, our flags, the user's tokens.
 
-    python -m vime.backends.megatron_utils.arguments [--hf-checkpoint DIR] [--world-size N] [--] TOKENS...
+    python -m vime.backends.megatron_utils.arguments [--hf-checkpoint DIR] [--world-size N] [--planned] [--] TOKENS...
 
 checks tokens for the driver, which must not import Megatron. The last line of stdout is one JSON object: plain resolved
 values, and where those that are no default of Megatron's come from. With problems the exit code is 2, and they stand on
@@ -71,8 +71,8 @@ def _flag_of(parser: argparse.ArgumentParser, dest: str) -> str:
     return "--" + dest.replace("_", "-")
 
 
-def honour_problems(parser: argparse.ArgumentParser, explicit: Mapping[str, Any]) -> list[str]:
-    """One problem for each flag that this trainer would have to ignore."""
+def honour_problems(parser: argparse.ArgumentParser, explicit: Mapping[str, Any], *, planned: bool = False) -> list[str]:
+    """One problem for each flag that this trainer would have to ignore; `planned`: what is only not available yet is none."""
     problems = []
     for dest, value in explicit.items():
         flag = _flag_of(parser, dest)
@@ -86,7 +86,7 @@ def honour_problems(parser: argparse.ArgumentParser, explicit: Mapping[str, Any]
             problems.append(f"{flag}: not available yet: this trainer builds dense decoders with tensor and data parallelism.")
         else:
             problems.append(f"{flag} is for Megatron's own pretraining program and would have no effect here: leave it out.")
-    return problems
+    return [problem for problem in problems if not (planned and ": not available yet: " in problem)]
 
 
 def _value_problems(flag: str, dest: str, value: Any) -> list[str]:
@@ -283,11 +283,13 @@ class Checked:
     problems: list[str]
 
 
-def check_tokens(tokens: Sequence[str], *, hf_checkpoint: str | None = None, world_size: int | None = None) -> Checked:
+def check_tokens(
+    tokens: Sequence[str], *, hf_checkpoint: str | None = None, world_size: int | None = None, planned: bool = False
+) -> Checked:
     """Check the user's tokens without building anything. Without a folder only the tokens themselves are checked."""
     parser = build_parser()
     explicit, args, problems = parse_explicit(parser, tokens)
-    problems += honour_problems(parser, explicit)
+    problems += honour_problems(parser, explicit, planned=planned)
     implied: dict[str, Any] = {}
     if hf_checkpoint is not None:
         try:
@@ -332,6 +334,7 @@ def main(argv: Sequence[str]) -> int:
     options = argparse.ArgumentParser(prog="vime.backends.megatron_utils.arguments", allow_abbrev=False)
     options.add_argument("--hf-checkpoint")
     options.add_argument("--world-size", type=int)
+    options.add_argument("--planned", action="store_true")
     ours, tokens = (list(argv[: argv.index("--")]), list(argv[argv.index("--") + 1 :])) if "--" in argv else ([], list(argv))
     given = options.parse_args(ours)
     answer: dict[str, Any] = {}
@@ -342,7 +345,7 @@ def main(argv: Sequence[str]) -> int:
             store_options("megatron", OWNERS["megatron"].key(), found)
             answer = {"options": [asdict(option) for option in found]}
         else:
-            checked = check_tokens(tokens, hf_checkpoint=given.hf_checkpoint, world_size=given.world_size)
+            checked = check_tokens(tokens, hf_checkpoint=given.hf_checkpoint, world_size=given.world_size, planned=given.planned)
             answer, problems = {"values": checked.values, "origins": checked.origins}, checked.problems
     for problem in problems:
         print(" ".join(problem.split()), file=sys.stderr)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from vime.backends.megatron_utils import adam
 from vime.backends.megatron_utils.adam import FusedLayoutAdam
 
 
@@ -23,6 +24,21 @@ def test_it_equals_torchs(mode: bool, reference: type[torch.optim.Optimizer]) ->
         b.step()
     for p, q in zip(ours, theirs, strict=True):
         assert torch.allclose(p, q, atol=1e-6)
+
+
+def test_the_update_goes_piece_by_piece_with_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    def updated() -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        params = [torch.nn.Parameter(torch.randn(n, generator=generator)) for n in (3, 20, 4, 4, 1)]
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=generator)
+        FusedLayoutAdam(params, lr=0.1).step()
+        return [p.detach() for p in params]
+
+    whole = updated()
+    monkeypatch.setattr(adam, "PIECE", 8)
+    assert [len(piece) for piece in adam._pieces(whole)] == [1, 1, 2, 1]
+    assert all(torch.equal(p, q) for p, q in zip(updated(), whole, strict=True))
 
 
 def test_the_step_stands_in_the_group_and_moments_in_the_state() -> None:
