@@ -26,6 +26,7 @@ class FlagSpec:
     le: float | None = None
     megatron: str | None = None  # handed on to Megatron's parser under this flag
     required: bool = False
+    path: str | None = None  # "folder" or "file" that must exist, or "new": read relative to the current directory
     not_yet: str | None = None  # nothing reads the field yet: what is missing, and what to use instead
     choices_not_yet: tuple[str, ...] = ()  # those of `choices` that are not built yet
 

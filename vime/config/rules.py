@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 
 from vime.config.algorithm_rules import algorithm_rules
-from vime.config.availability import not_available
+from vime.config.availability import not_available, set_flags
 from vime.config.effects import find_unused
 from vime.config.run import RunConfig
 from vime.config.sections import DATA_SOURCE, ROLLOUT_FUNCTION, SFT_FUNCTION
@@ -41,6 +41,9 @@ def _placement(config: RunConfig) -> Iterator[str]:
     total = config.cluster.rollout_num_gpus
     if total == 0 and not config.debug.debug_train_only:
         yield "--rollout-num-gpus 0 starts no engine: use 1 or more, or --debug-train-only."
+    per_engine = config.cluster.rollout_num_gpus_per_engine
+    if total is not None and total % per_engine:
+        yield f"--rollout-num-gpus {total} is no multiple of --rollout-num-gpus-per-engine {per_engine}: the rest would stand idle."
     world, model = config.actor_world_size, 1
     for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
         model *= config.megatron_size(name)
@@ -115,9 +118,10 @@ def _files(config: RunConfig) -> Iterator[str]:
     save = config.checkpoint
     if save.save_hf is not None and (problem := _template_problem(save.save_hf)):
         yield f"--save-hf '{save.save_hf}': {problem}"
-    for flag, path in (("--hf-checkpoint", config.model.hf_checkpoint), ("--ref-load", config.model.ref_load), ("--load", save.load)):
+    for spec in set_flags(config):
+        path = getattr(config.args, spec.name) if spec.path == "folder" else None
         if path is not None and not os.path.isdir(path):
-            yield f"{flag} '{path}' is not a folder. Give a local folder (nothing is downloaded)."
+            yield f"{spec.flag} '{path}' is not a folder. Give a local folder (nothing is downloaded)."
     if config.model.hf_checkpoint is None:
         yield "--hf-checkpoint is required: the Hugging Face model folder to start from."
     if config.data.prompt_data is None and config.data.data_source_path == DATA_SOURCE and config.data.num_rollout != 0:

@@ -3,13 +3,15 @@
 from pathlib import Path
 
 from tests.unit.config.configs import change
-from vime.config import RunConfig
+from vime.config import SECTIONS, RunConfig
+from vime.config.fields import flag_specs
 from vime.config.paths import with_absolute_paths
 
 
 def test_every_path_is_read_relative_to_the_current_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    names = ("hf_checkpoint", "ref_load", "save", "load", "save_hf", "log_dir", "tb_project_name", "prompt_data")
+    names = [spec.name for section in SECTIONS.values() for spec in flag_specs(section) if spec.path]
+    assert {"hf_checkpoint", "ref_load", "save", "load", "save_hf", "log_dir", "tb_project_name", "prompt_data"} <= set(names)
     args = with_absolute_paths(change(RunConfig(), **{name: f"x/../{name}" for name in names})).args
     assert {name: getattr(args, name) for name in names} == {name: str(Path.cwd() / name) for name in names}
 

@@ -55,6 +55,7 @@ def test_a_plain_run_is_valid(valid):
         ({"device": "cuda"}, "not available yet"),
         ({"colocate": True}, "not available yet"),
         ({"rollout_num_gpus": 0}, "starts no engine"),
+        ({"rollout_num_gpus": 3, "rollout_num_gpus_per_engine": 2}, "--rollout-num-gpus 3 is no multiple"),
     ],
 )
 def test_each_broken_rule_says_the_cure(valid, values, message):

@@ -110,7 +110,7 @@ class CriticConfig:
     """The critic of --advantage-estimator ppo; it runs on the trainer's layout."""
 
     critic_load: str | None = opt(
-        None, "Hugging Face folder that the critic starts from; default: --hf-checkpoint.", type=str, not_yet=CRITIC
+        None, "Hugging Face folder that the critic starts from; default: --hf-checkpoint.", type=str, path="folder", not_yet=CRITIC
     )
     critic_lr: float | None = opt(None, "The critic's learning rate; default: --lr.", type=float, ge=0, not_yet=CRITIC)
     critic_lr_warmup_iters: int = opt(0, "Its linear warm-up, in optimizer steps.", ge=0, not_yet=CRITIC)

@@ -20,7 +20,7 @@ IN_STEP = "generation and training take turns. Leave it out."
 class DataConfig:
     """Prompts, batches and steps."""
 
-    prompt_data: str | None = opt(None, "Prompt file (.jsonl); path@[a:b] takes a slice of its rows.", type=str)
+    prompt_data: str | None = opt(None, "Prompt file (.jsonl); path@[a:b] takes a slice of its rows.", type=str, path="file")
     input_key: str = opt("input", "Column with the prompt: a string, or a list of chat messages.")
     label_key: str | None = opt(None, "Column with the label that the reward compares with.", type=str)
     metadata_key: str = opt("metadata", "Column with a dict handed through to Sample.metadata.")
@@ -150,6 +150,7 @@ class EvalConfig:
         None,
         "File of held-out sets with sampling, columns and rewards of their own.",
         type=str,
+        path="file",
         not_yet="all sets share the --eval-... flags: give them as --eval-prompt-data name path.",
     )
     skip_eval_before_train: bool = opt(False, "No evaluation before the first step.")

@@ -17,8 +17,8 @@ IN_TURN = "weights are synced after each rollout step, while no request is in fl
 class ModelConfig:
     """Which model is trained, and which frozen ones stand beside it."""
 
-    hf_checkpoint: str | None = opt(None, "Hugging Face model folder: configuration, tokenizer and start weights.", type=str)
-    ref_load: str | None = opt(None, "Hugging Face folder of the frozen reference model (needed by KL terms).", type=str)
+    hf_checkpoint: str | None = opt(None, "Hugging Face model folder: configuration, tokenizer and start weights.", type=str, path="folder")
+    ref_load: str | None = opt(None, "Hugging Face folder of the frozen reference model (needed by KL terms).", type=str, path="folder")
     ref_update_interval: int | None = opt(
         None,
         "Copy the policy to the reference every N rollout steps.",
@@ -34,6 +34,7 @@ class ModelConfig:
         None,
         "Hugging Face folder of the teacher of on-policy distillation.",
         type=str,
+        path="folder",
     )
     custom_model_provider_path: str | None = opt(
         None,
@@ -53,7 +54,7 @@ class LoraConfig:
     lora_target_modules: list[str] = opt(
         [], "Hugging Face names of the layers with adapters; default: all linear layers.", many=True, type=str, not_yet=WHOLE
     )
-    lora_load: str | None = opt(None, "PEFT folder that the adapters start from.", type=str, not_yet=WHOLE)
+    lora_load: str | None = opt(None, "PEFT folder that the adapters start from.", type=str, path="folder", not_yet=WHOLE)
     lora_sync: str = opt(
         "merged", "How engines get them: merged into the weights, or as adapters.", choices=("merged", "adapter"), not_yet=WHOLE
     )
@@ -76,10 +77,10 @@ class WeightUpdateConfig:
         choices=("shm", "ipc", "nccl", "disk"),
         not_yet=SYNC,
     )
-    update_weight_disk_dir: str | None = opt(None, "Shared folder of --update-weight-transport disk.", type=str, not_yet=SYNC)
+    update_weight_disk_dir: str | None = opt(None, "Shared folder of --update-weight-transport disk.", type=str, path="new", not_yet=SYNC)
     update_weight_disk_keep_files: bool = opt(False, "Leave the versions in that folder.", not_yet=SYNC)
     update_weight_local_checkpoint_dir: str | None = opt(
-        None, "Folder on each engine's host to which versions are copied first.", type=str, not_yet=SYNC
+        None, "Folder on each engine's host to which versions are copied first.", type=str, path="new", not_yet=SYNC
     )
     update_weight_delta_encoding: str = opt(
         "overwrite",
@@ -100,10 +101,12 @@ class WeightUpdateConfig:
 class CheckpointConfig:
     """Saving and resuming."""
 
-    save: str | None = opt(None, "Run folder: checkpoints, metrics, logs. A run whose folder holds a commit resumes from it.", type=str)
-    load: str | None = opt(None, "Folder of another run to start from; default: --save, when it holds a commit.", type=str)
+    save: str | None = opt(
+        None, "Run folder: checkpoints, metrics, logs. A run whose folder holds a commit resumes from it.", type=str, path="new"
+    )
+    load: str | None = opt(None, "Folder of another run to start from; default: --save, when it holds a commit.", type=str, path="folder")
     save_interval: int | None = opt(
         None, "Commit every N rollout steps; the last step is always committed when --save is given.", type=int, ge=1
     )
-    save_hf: str | None = opt(None, "Also write a Hugging Face folder at each commit; {rollout_id} is filled in.", type=str)
+    save_hf: str | None = opt(None, "Also write a Hugging Face folder at each commit; {rollout_id} is filled in.", type=str, path="new")
     keep_checkpoints: int = opt(2, "Commits kept; older ones are removed after a newer one is complete.", ge=1)

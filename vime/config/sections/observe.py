@@ -19,11 +19,11 @@ class LoggingConfig:
     """Metrics and status."""
 
     use_tensorboard: bool = opt(False, "Write TensorBoard events.")
-    tb_project_name: str | None = opt(None, "Folder of the TensorBoard events; default: <save>/tensorboard.", type=str)
+    tb_project_name: str | None = opt(None, "Folder of the TensorBoard events; default: <save>/tensorboard.", type=str, path="new")
     tb_experiment_name: str | None = opt(None, "Folder inside it.", type=str, not_yet="name the folder in --tb-project-name.")
     use_wandb: bool = opt(False, "Send metrics to Weights & Biases; the key is in WANDB_API_KEY.", not_yet=WANDB)
     wandb_mode: str | None = opt(None, "Its mode.", type=str, choices=("online", "offline", "disabled"), not_yet=WANDB)
-    wandb_dir: str | None = opt(None, "Folder of its files; default: <log-dir>/wandb.", type=str, not_yet=WANDB)
+    wandb_dir: str | None = opt(None, "Folder of its files; default: <log-dir>/wandb.", type=str, path="new", not_yet=WANDB)
     wandb_host: str | None = opt(None, "Its server.", type=str, not_yet=WANDB)
     wandb_team: str | None = opt(None, "Its entity.", type=str, not_yet=WANDB)
     wandb_project: str | None = opt(None, "Its project.", type=str, not_yet=WANDB)
@@ -33,7 +33,7 @@ class LoggingConfig:
     )
     wandb_run_id: str | None = opt(None, "Run to go on with; default: the one that the commit names.", type=str, not_yet=WANDB)
     log_samples: int = opt(2, "Samples written to <save>/samples.jsonl per step.", ge=0)
-    log_dir: str | None = opt(None, "Folder of metrics and process logs; default: --save, else a temporary folder.", type=str)
+    log_dir: str | None = opt(None, "Folder of metrics and process logs; default: --save, else a temporary folder.", type=str, path="new")
     log_passrate: bool = opt(False, "pass@k of the training samples.", not_yet=STATISTICS)
     log_multi_turn: bool = opt(False, "Statistics of turns.", not_yet=STATISTICS)
     log_reward_category: str | None = opt(None, "Entry of a dict reward whose values are counted.", type=str, not_yet=STATISTICS)
@@ -55,20 +55,23 @@ class DebugConfig:
 
     debug_train_only: bool = opt(False, "No engines: the rollout function supplies finished samples (SFT).")
     debug_rollout_only: bool = opt(False, "No trainer: generate and score only.")
-    save_debug_rollout_data: str | None = opt(None, "File of each step's samples; {rollout_id} is filled in.", type=str, not_yet=DUMP)
+    save_debug_rollout_data: str | None = opt(
+        None, "File of each step's samples; {rollout_id} is filled in.", type=str, path="new", not_yet=DUMP
+    )
     load_debug_rollout_data: str | None = opt(
         None,
         "Train on such files instead of generating; {rollout_id} is filled in.",
         type=str,
+        path="new",
         not_yet="give --debug-train-only and a --rollout-function-path that reads samples.",
     )
     load_debug_rollout_data_subsample: float | None = opt(
         None, "Share of their samples to take.", type=float, gt=0, le=1, not_yet="there is nothing to load. Leave it out."
     )
     save_debug_train_data: str | None = opt(
-        None, "File of each step's training data and results; {rollout_id} is filled in.", type=str, not_yet=DUMP
+        None, "File of each step's training data and results; {rollout_id} is filled in.", type=str, path="new", not_yet=DUMP
     )
-    dump_details: str | None = opt(None, "Folder for both of these files of each step.", type=str, not_yet=DUMP)
+    dump_details: str | None = opt(None, "Folder for both of these files of each step.", type=str, path="new", not_yet=DUMP)
     profile_target: list[str] = opt(
         ["train_overall"],
         "What Megatron's --profile records.",
@@ -77,5 +80,7 @@ class DebugConfig:
         choices=("train_overall", "train_actor", "train_log_probs"),
         not_yet=PROFILE,
     )
-    memory_snapshot_dir: str | None = opt(None, "Folder of GPU memory snapshots; default: <log-dir>.", type=str, not_yet=PROFILE)
+    memory_snapshot_dir: str | None = opt(
+        None, "Folder of GPU memory snapshots; default: <log-dir>.", type=str, path="new", not_yet=PROFILE
+    )
     memory_snapshot_num_steps: int | None = opt(None, "Take them in the first N steps.", type=int, ge=1, not_yet=PROFILE)

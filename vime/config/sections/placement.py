@@ -58,6 +58,7 @@ class EngineConfig:
         None,
         "File of engine groups: models, sizes, roles, flags of their own.",
         type=str,
+        path="file",
         not_yet="all engines are alike and serve the model that is trained. Give their flags as --vllm-X.",
     )
     prefill_num_servers: int | None = opt(
