@@ -29,20 +29,19 @@ from vime.backends.megatron_utils.convert.folder import HFFolder
 from vime.backends.megatron_utils.convert.ops import Op
 from vime.backends.megatron_utils.convert.registry import model_ops, model_shape
 from vime.backends.megatron_utils.convert.shape import ModelShape
+from vime.backends.megatron_utils.convert.stored import COMPLETE, StoredTensors, stored_sizes
 from vime.backends.megatron_utils.convert.transfer import check_hf_weights
 from vime.backends.megatron_utils.convert.writer import HF_FILES, HFWriter, copy_small_files
 from vime.config.run import RunConfig
 from vime.config.sections import ModelConfig
 from vime.errors import CheckpointError, ResourceError, VimeError
 
-from megatron.core import dist_checkpointing, parallel_state, tensor_parallel  # isort: skip  # after vime's package has prepared it
+from megatron.core import parallel_state, tensor_parallel  # isort: skip  # after vime's package has prepared it
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory  # isort: skip
 
 __all__ = ["hf_to_megatron", "megatron_to_hf"]
 
 log = logging.getLogger(__name__)
-COMPLETE = "metadata.json"  # Megatron writes it last
-READ_BYTES = 10**9
 type Entry = ShardedTensor | ShardedTensorFactory
 
 
@@ -128,7 +127,7 @@ class _Planner(SavePlanner):
             shapes = zip(op.hf, op.hf_shapes, strict=True)
             parts = [torch.empty(shape, dtype=self._folder.dtype(name), device="meta") for name, shape in shapes]
             for which, piece in enumerate(_pieces(self._entries[op.megatron], op.fuse(parts))):
-                offsets, sizes = torch.Size(piece.global_offset), _stored_sizes(piece)
+                offsets, sizes = torch.Size(piece.global_offset), stored_sizes(piece)
                 index = MetadataIndex(piece.key, offsets)
                 self._source[index] = (number, which)
                 items.append(
@@ -161,11 +160,7 @@ class _Planner(SavePlanner):
             whole = op.fuse([self._folder.tensor(name, shape) for name, shape in zip(op.hf, op.hf_shapes, strict=True)])
             self._last = (number, _pieces(self._entries[op.megatron], whole))
         piece = self._last[1][which]
-        return piece.data.reshape(_stored_sizes(piece))
-
-
-def _stored_sizes(piece: ShardedTensor) -> torch.Size:
-    return torch.Size((*(1,) * piece.prepend_axis_num, *piece.local_shape))
+        return piece.data.reshape(stored_sizes(piece))
 
 
 def megatron_to_hf(source: Path, target: Path, *, hf_folder: Path, shard_bytes: int) -> None:
@@ -175,16 +170,14 @@ def megatron_to_hf(source: Path, target: Path, *, hf_folder: Path, shard_bytes: 
     CheckpointError for a checkpoint that is torn or of another model, ResourceError when `target` cannot be written.
     """
     _check_new(target)
-    if not (source / COMPLETE).is_file():
-        raise CheckpointError(f"{source} is no complete Megatron checkpoint: {COMPLETE}, which is written last, is missing.")
+    stored = StoredTensors(source)
     with _skeleton(hf_folder) as (_, ops, entries):
-        dtypes = _check_same_model(source, hf_folder, entries)
+        _check_same_model(source, hf_folder, entries, stored)
         writer = HFWriter(target, shard_bytes)
         try:
-            for group in _groups(ops):
-                for op, whole in _read(source, group, entries, dtypes):
-                    for name, tensor in zip(op.hf, op.split(whole), strict=True):
-                        writer.add(name, tensor.clone())
+            for op in ops:
+                for name, tensor in zip(op.hf, op.split(_read(stored, entries[op.megatron])), strict=True):
+                    writer.add(name, tensor.clone())
             copy_small_files(hf_folder, target)
             writer.close()
         except BaseException:
@@ -197,53 +190,30 @@ def _check_new(target: Path) -> None:
         raise CheckpointError(f"{target} exists and is not empty: name a new folder to write to.")
 
 
-def _check_same_model(source: Path, hf_folder: Path, entries: dict[str, Entry]) -> dict[str, torch.dtype]:
-    """Megatron parameter -> stored dtype. Raises CheckpointError unless exactly these parameters are in the checkpoint."""
-    try:
-        stored = dist_checkpointing.load_tensors_metadata(str(source))
-    except (Exception, CheckpointException) as error:  # whatever torch and Megatron raise for a torn file
-        raise CheckpointError(f"{source} cannot be read ({type(error).__name__}: {str(error)[:300]}). It is torn.") from error
-    problems, known, dtypes = [], set(), {}
-    for name, entry in entries.items():
+def _check_same_model(source: Path, hf_folder: Path, entries: dict[str, Entry], stored: StoredTensors) -> None:
+    """Raise CheckpointError unless exactly these parameters are in the checkpoint."""
+    problems, known = [], set()
+    for entry in entries.values():
         for piece in _pieces(entry, entry.data):
             known.add(piece.key)
-            found = stored.get(piece.key)
-            if found is None:
+            if piece.key not in stored.keys:
                 problems.append(f"'{piece.key}' is missing")
-            elif found.global_shape != piece.global_shape and not piece.allow_shape_mismatch:
-                problems.append(f"'{piece.key}' has shape {list(found.global_shape)} instead of {list(piece.global_shape)}")
-            else:
-                dtypes[name] = found.dtype
-    problems += [f"'{key}' has no place in it" for key in sorted(set(stored) - known) if not key.startswith(("optimizer.", "chained_"))]
+            elif stored.shape(piece.key) != piece.global_shape and not piece.allow_shape_mismatch:
+                problems.append(f"'{piece.key}' has shape {list(stored.shape(piece.key))} instead of {list(piece.global_shape)}")
+    problems += [f"'{key}' has no place in it" for key in sorted(stored.keys - known) if not key.startswith("optimizer.")]
     if problems:
         shown = "; ".join(dict.fromkeys(problems[:50]))[:500]
         raise CheckpointError(f"{source} holds another model than {hf_folder / 'config.json'} describes: {shown}.")
-    return dtypes
 
 
-def _groups(ops: Sequence[Op]) -> Iterator[list[Op]]:
-    """Runs of ops of about READ_BYTES each: one reading of the checkpoint's index serves a run."""
-    group: list[Op] = []
-    filled = 0
-    for op in ops:
-        group.append(op)
-        filled += op.num_elements * 4
-        if filled >= READ_BYTES:
-            yield group
-            group, filled = [], 0
-    if group:
-        yield group
-
-
-def _read(source: Path, ops: Sequence[Op], entries: dict[str, Entry], dtypes: dict[str, torch.dtype]) -> Iterator[tuple[Op, torch.Tensor]]:
-    """The whole Megatron parameters of `ops`."""
-    wanted = {}
-    for op in ops:
-        entry = entries[op.megatron]
-        wanted[op.megatron] = _with_data(entry, torch.empty(entry.data.shape, dtype=dtypes[op.megatron]))
-    try:
-        state = dist_checkpointing.load(wanted, str(source), validate_access_integrity=False)
-    except (Exception, CheckpointException) as error:  # whatever torch and Megatron raise for a torn file
-        raise CheckpointError(f"{source} cannot be read ({type(error).__name__}: {str(error)[:300]}). It is torn.") from error
-    for op in ops:
-        yield op, state.pop(op.megatron)
+def _read(stored: StoredTensors, entry: Entry) -> torch.Tensor:
+    """The whole Megatron parameter that `entry` describes, in the dtype in which it is stored."""
+    key = _pieces(entry, entry.data)[0].key
+    entry = _with_data(entry, torch.zeros(entry.data.shape, dtype=stored.dtype(key)))
+    if isinstance(entry, ShardedTensor):
+        stored.read([entry])
+        return entry.data
+    built = entry.build()
+    pieces = list(built.values()) if isinstance(built, dict) else list(built)
+    stored.read(pieces)
+    return entry.merge_fn({name: piece.data for name, piece in built.items()} if isinstance(built, dict) else [p.data for p in pieces])
