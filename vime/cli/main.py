@@ -34,6 +34,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "convert": Command(help="convert weights between a Hugging Face folder and a Megatron checkpoint", target="vime.cli.convert:main"),
     "plan": Command(help="say what a run will be and whether it fits, without starting it", target="vime.cli.plan:main"),
+    "migrate": Command(help="turn a launch script of slime's or Vime's into our command", target="vime.cli.migrate:main"),
 }
 
 
