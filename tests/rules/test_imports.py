@@ -20,6 +20,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("vime.checkpoint",),
     ("vime.ray",),
     ("vime.loop", "vime.utils.arguments"),
+    ("vime.migrate",),
     ("vime.cli",),
 )
 RANKS = {name: rank for rank, names in enumerate(LAYERS) for name in names}

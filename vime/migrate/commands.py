@@ -22,6 +22,7 @@ class Block:
     kind: str  # if, while, until, for, select, case, function, ( or &&
     line: int
     end: int = 0  # its last line, known once it was read
+    head: bool = False  # what is read now decides whether the rest runs
 
 
 @dataclass(slots=True)
@@ -32,6 +33,7 @@ class Command:
     line: int = 0
     block: Block | None = None  # the outermost block around it
     piped: bool = False  # takes its input from the command before
+    decides: bool = False  # its result is all that counts: the command after if or while
     loop_variable: str | None = None  # a loop's head: this is what it sets
 
 
@@ -103,8 +105,11 @@ class _Grouper:
             self._push(text, _OPENING[text], word.line)
         elif self._open and text == self._open[-1][0]:
             self._pop(word.line)
+        elif text in _BETWEEN:
+            if self._open:
+                self._open[-1][1].head = text == "elif" or (text == "!" and self._open[-1][1].head)
         else:
-            return text in _BETWEEN
+            return False
         return True
 
     def _head(self, kind: str, line: int) -> None:
@@ -121,7 +126,7 @@ class _Grouper:
                 return
 
     def _push(self, kind: str, closing: str, line: int) -> None:
-        self._open.append((closing, Block(kind if kind != "{" else "group", line)))
+        self._open.append((closing, Block(kind if kind != "{" else "group", line, head=kind in ("if", "while", "until"))))
 
     def _pop(self, line: int) -> None:
         self._open.pop()[1].end = line
@@ -134,6 +139,7 @@ class _Grouper:
                 command.block = outer or self._guard or Block("||", command.line, line)
             else:
                 command.block = outer
+            command.decides = any(block.head for _, block in self._open)
             command.piped = self._after in ("|", "|&")
             self._out.append(command)
             first = command.words[0]

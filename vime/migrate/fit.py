@@ -115,6 +115,15 @@ class _Fitter:
         for when, names, why in rules:
             if when:
                 self._drop(names, why)
+        if self._has("--debug-train-only"):
+            self._drop([name for name in self._others() if name.startswith((*_ENGINES, _ROUTER))], "--debug-train-only starts no engines.")
+        if self._has("--debug-rollout-only"):
+            trainer = [name for name in self._others() if not name.startswith((*_ENGINES, _ROUTER))]
+            self._drop(trainer, "--debug-rollout-only starts no trainer.")
+
+    def _others(self) -> list[str]:
+        """The names of Megatron's, vLLM's and the router's flags."""
+        return [flag.name for flag in self._out.flags if flag.name not in self._table]
 
     def _drop_named(self, problem: str) -> bool:
         """Drop the flags of a problem that says of flags that they have no effect."""
@@ -160,7 +169,8 @@ class _Fitter:
         if flag.name in _FOLDERS and len(flag.values) == 1:
             return [folder]
         if flag.name in ("--prompt-data", "--eval-prompt-data"):
-            return [file if number % 2 == (flag.name == "--eval-prompt-data") else "name" for number in range(len(flag.values))]
+            pairs = flag.name == "--eval-prompt-data"
+            return [file if number % 2 == pairs else value.shown for number, value in enumerate(flag.values)]
         return [value.usual if value.usual is not None else _stand_in(spec) for value in flag.values]
 
 

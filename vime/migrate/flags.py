@@ -184,13 +184,17 @@ class _Translator:
         else:
             flag = replace(flag, values=flag.values[:most]) if surplus else flag
         if not flag.name.endswith(("-path", "-paths")):
-            changed = replace(flag, values=self._values(flag))
-            if changed != flag:
-                self._change(flag, changed, "the value is spelled so here.")
-            else:
-                self._keep(flag)
-            return
-        self._function(flag)
+            self._keep_values(flag)
+        else:
+            self._function(flag)
+
+    def _keep_values(self, flag: Flag) -> None:
+        """The flag as it is, but for values that have other names here."""
+        changed = replace(flag, values=self._values(flag))
+        if changed != flag:
+            self._change(flag, changed, "the value is spelled so here.")
+        else:
+            self._keep(flag)
 
     def _function(self, flag: Flag) -> None:
         old = flag.values[0].exact if len(flag.values) == 1 else None
@@ -210,7 +214,7 @@ class _Translator:
         owned, prefix = (OWNED_ROUTER, "--router-") if flag.name.startswith("--router-") else (OWNED_VLLM, "--vllm-")
         theirs = "--" + flag.name.removeprefix("--no-vllm-" if flag.name.startswith("--no-vllm-") else prefix)
         if theirs not in owned:
-            self._keep(replace(flag, values=self._values(flag)))
+            self._keep_values(flag)
             return
         instead = owned[theirs]
         if instead in self._table and len(flag.values) == 1:

@@ -32,7 +32,7 @@ class Launch:
 def find_launch(items: Sequence[Item], prefix: Sequence[tuple[str, Item]]) -> Launch | None:
     """The launch that a command makes, if it makes one; `prefix` holds the assignments before the command."""
     at = next((i for i, item in enumerate(items) if os.path.basename(item.value.exact or "") in _PROGRAMS), None)
-    if at is None or not any(re.search(r"python|\brun\b", item.value.exact or "") for item in items[:at]):
+    if at is None or not any(re.search(r"python|\brun\b", item.value.shown, re.IGNORECASE) for item in items[:at]):
         return None
     launch = Launch(os.path.basename(items[at].value.exact or ""), list(items[at + 1 :]), dict(prefix))
     before = list(items[:at])

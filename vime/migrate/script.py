@@ -254,12 +254,10 @@ class _Reader:
 
     def _other(self, name: str, items: Sequence[Item], command: Command) -> None:
         shown = " ".join(item.value.shown for item in items)
-        if name in _QUIET or command.piped or name.startswith("(("):
+        if name in _QUIET or command.piped or command.decides:
             return
         if name in _DROPPED:
             self._note("dropped", self._variables.place, name if name != "ray" else " ".join(shown.split()[:2]), _DROPPED[name])
-            return
-        if isinstance(command.words[0], Word) and not command.words[0].is_literal and not name and shown.startswith("(("):
             return
         where = f" (inside {self._inside(command.block)})" if command.block is not None else ""
         self._note(

@@ -92,7 +92,7 @@ def _yaml(texts: Sequence[str]) -> str:
 
 def _scalar(text: str) -> str:
     """A number or a plain word as it is; anything else as JSON, which YAML contains."""
-    if re.fullmatch(r"-?\d+(\.\d+)?", text) or (re.fullmatch(r"[A-Za-z/.][\w/.-]*", text) and text.lower() not in _YAML_WORDS):
+    if re.fullmatch(r"-?(0|[1-9]\d*)(\.\d+)?", text) or (re.fullmatch(r"[A-Za-z/.][\w/.-]*", text) and text.lower() not in _YAML_WORDS):
         return text
     if text.startswith("{"):
         try:
@@ -100,10 +100,10 @@ def _scalar(text: str) -> str:
         except ValueError:
             return json.dumps(text)
         return text
-    try:
-        return repr(float(text))
-    except ValueError:
-        return json.dumps(text)
+    if re.fullmatch(r"-?\d+(\.\d+)?[eE][+-]?\d+", text):
+        mantissa, _, exponent = text.lower().partition("e")
+        return f"{mantissa}{'' if '.' in mantissa else '.0'}e{int(exponent):+d}"  # YAML 1.1 asks for the point and the sign
+    return json.dumps(text)
 
 
 _YAML_WORDS = ("true", "false", "yes", "no", "on", "off", "null", "y", "n", ".nan", ".inf")
