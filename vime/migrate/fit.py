@@ -11,9 +11,9 @@ from typing import Any
 
 from vime.config import RunConfig
 from vime.config.availability import not_available
-from vime.config.fields import FlagSpec
-from vime.config.parse import flag_table, parse_own
+from vime.config.parse import OwnValues, flag_table, parse_own
 from vime.config.rules import check_rules
+from vime.config.sources import flags_in
 from vime.errors import ConfigError
 from vime.migrate.flags import Flag, Translation
 from vime.migrate.megatron import MegatronFlags
@@ -132,49 +132,53 @@ class _Fitter:
 
     def _problems(self) -> tuple[list[str], list[str]]:
         """(what our own parser and rules object to, what is not available yet); what only the environment gives is not judged."""
+        own = [flag for flag in self._out.flags if flag.name in self._table]
+        known = [flag for flag in own if flag.texts is not None or self._is_text(flag)]
+        unsure = frozenset(flag.name for flag in own if flag not in known)
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, "prompts.jsonl")
             file.write_text("{}\n", encoding="utf-8")
-            tokens = [(flag.name, self._values(flag, folder, str(file))) for flag in self._out.flags if flag.name in self._table]
-            pending: list[str] = []
+            values = parse_own((flag.name, self._values(flag, folder, str(file))) for flag in known)
+            config = self._config(values)
+            problems = [problem for problem in values.problems if unsure.isdisjoint(flags_in(problem))]
             try:
-                config = self._config(parse_own(tokens), [name for name, _ in tokens])
-                pending = list(not_available(config))
-                check_rules(config, planned=True)
+                check_rules(config, planned=True, unsure=unsure | values.unsure)
             except ConfigError as error:
-                unknown = [flag.name for flag in self._out.flags if flag.texts is None]
-                return [text for text in error.problems if not any(name in text.split() for name in unknown)], pending
-        return [], pending
+                problems += error.problems
+        hidden = [
+            f"{flag.name} is not available yet: {reason}"
+            for flag in own
+            if flag not in known and (reason := self._table[flag.name].not_yet)
+        ]
+        return problems, [*not_available(config), *hidden]
 
-    def _config(self, sections: dict[str, Any], given: list[str]) -> RunConfig:
+    def _is_text(self, flag: Flag) -> bool:
+        """Whether any value would parse."""
+        spec = self._table[flag.name]
+        return spec.type is str and spec.choices is None
+
+    def _config(self, values: OwnValues) -> RunConfig:
         others = [flag for flag in self._out.flags if flag.name not in self._table]
         megatron = dict[str, Any]()
         if self._megatron is not None:
             for flag in others:
                 if self._megatron.knows(flag.name):
-                    megatron |= self._megatron.values(flag.name, flag.values)
+                    megatron |= self._megatron.values(flag.name, flag.values)[0]
         names = [flag.name for flag in others]
         return RunConfig(
-            **sections,
+            **values.sections,
             vllm_tokens=tuple(name for name in names if name.startswith(_ENGINES)),
             router_tokens=tuple(name for name in names if name.startswith(_ROUTER)),
             megatron_tokens=tuple(name for name in names if not name.startswith((*_ENGINES, _ROUTER))),
-            given=frozenset(self._table[name].name for name in given),
+            given=values.given,
             megatron={name: value for name, value in megatron.items() if value is not None},
         )
 
     def _values(self, flag: Flag, folder: str, file: str) -> list[str]:
-        """A flag's values for the check: folders and files that exist, and something that parses where a value is not known."""
-        spec = self._table[flag.name]
+        """A flag's values for the check, with folders and files that exist."""
         if flag.name in _FOLDERS and len(flag.values) == 1:
             return [folder]
         if flag.name in ("--prompt-data", "--eval-prompt-data"):
             pairs = flag.name == "--eval-prompt-data"
             return [file if number % 2 == pairs else value.shown for number, value in enumerate(flag.values)]
-        return [value.usual if value.usual is not None else _stand_in(spec) for value in flag.values]
-
-
-def _stand_in(spec: FlagSpec) -> str:
-    if spec.choices:
-        return spec.choices[0]
-    return {int: "1", float: "0.5", dict: "{}"}.get(spec.type, "x")
+        return [value.usual if value.usual is not None else value.shown for value in flag.values]

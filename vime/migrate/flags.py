@@ -22,6 +22,7 @@ __all__ = ["Flag", "Translation", "flags_of", "translate"]
 
 _REPEATABLE = ("--rollout-sample-hook-path",)
 _NOT_KNOWN = "neither slime nor Vime nor Megatron has such a flag; slime ignores what it does not know. Check the spelling."
+_CONVERT = "`vime convert --to hf CHECKPOINT OUT --hf-checkpoint MODEL`"
 _HF_FOLDER = "vime loads Hugging Face folders and its own commits only"
 
 
@@ -251,7 +252,7 @@ class _Translator:
         elif self._is_converted(flag):
             self._note("dropped", flag, f"{_HF_FOLDER}: a run starts from the weights in --hf-checkpoint.")
         else:
-            why = f"{_HF_FOLDER}. Convert weights of slime's to a Hugging Face folder with slime, and give that as --hf-checkpoint."
+            why = f"{_HF_FOLDER}. Make a Hugging Face folder of its weights ({_CONVERT}), and give that as --hf-checkpoint."
             self._note("could not", flag, why)
 
     def _ref_load(self, flag: Flag) -> None:
@@ -263,7 +264,7 @@ class _Translator:
         if hf is not None and len(hf.values) == 1 and _folder(flag.values[0]) == _folder(hf.values[0]) + "_torch_dist":
             self._change(flag, replace(flag, values=hf.values), f"{_HF_FOLDER}; by its name this was converted from --hf-checkpoint.")
         else:
-            self._note("could not", flag, f"{_HF_FOLDER}: give the folder that this was converted from as --ref-load.")
+            self._note("could not", flag, f"{_HF_FOLDER}: give the folder that this was made of, or make one ({_CONVERT}).")
 
     def _is_converted(self, flag: Flag) -> bool:
         return any("torch_dist" in value.shown or re.search(r"iter_\d{7}", value.shown) for value in flag.values)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 from collections.abc import Sequence
 from typing import Any
 
-from vime.errors import ConfigError
+from vime.config.options import parse_all
 from vime.migrate.values import Value
 
 __all__ = ["MegatronFlags"]
@@ -29,8 +28,6 @@ class MegatronFlags:
 
         self._parser = build_parser()
         self._actions = {option: action for action in self._parser._actions for option in action.option_strings}
-        for action in self._parser._actions:
-            action.default = argparse.SUPPRESS
 
     def knows(self, flag: str) -> bool:
         """Whether Megatron has this flag."""
@@ -44,19 +41,18 @@ class MegatronFlags:
         dest = self._actions[flag].dest
         if dest in SHAPE or dest in _SHAPE_OF_EXPERTS:
             return "dropped", _SHAPE
-        try:
-            explicit = self.values(flag, values)
-        except ConfigError as error:
-            return "could not", str(error)
+        explicit, problems = self.values(flag, values)
+        if problems:
+            return "could not", " ".join(problems)
         problems = honour_problems(self._parser, explicit)
         if not problems:
             return "kept", ""
         kind = "not yet" if any("not available" in problem for problem in problems) else "dropped"
         return kind, " ".join(re.sub(rf"^{flag}(?: \S+)?(?::| is)? not available(?: yet)?:? ", "", problem) for problem in problems)
 
-    def values(self, flag: str, values: Sequence[Value]) -> dict[str, Any]:
-        """What the flag sets; a value that only the shell knows counts as none. Raises ConfigError for a malformed one."""
+    def values(self, flag: str, values: Sequence[Value]) -> tuple[dict[str, Any], list[str]]:
+        """(what the flag sets, what the parser objects to); a value that only the shell knows counts as none."""
         texts = [value.usual for value in values]
         if None in texts:
-            return {self._actions[flag].dest: None}
-        return vars(self._parser.parse_args([flag, *(text for text in texts if text is not None)]))
+            return {self._actions[flag].dest: None}, []
+        return parse_all(self._parser, [flag, *(text for text in texts if text is not None)])

@@ -127,7 +127,7 @@ def test_what_has_no_use_here_is_dropped_with_the_reason(tmp_path: Path, megatro
     ("flags", "what", "why"),
     [
         ("--load /other", "--load /other", "Hugging Face folder"),
-        ("--use-kl-loss --kl-loss-coef 0.1 --ref-load /other_torch_dist", "--ref-load /other_torch_dist", "converted from"),
+        ("--use-kl-loss --kl-loss-coef 0.1 --ref-load /other_torch_dist", "--ref-load /other_torch_dist", "vime convert --to hf"),
         ("--sglang-speculative-algorithm EAGLE", "--sglang-speculative-algorithm EAGLE", "--vllm-speculative-config"),
         ("--sglang-unheard-of 1", "--sglang-unheard-of 1", "vLLM's option of that meaning"),
         ("--rollout-bach-size 4", "--rollout-bach-size 4", "Check the spelling"),
