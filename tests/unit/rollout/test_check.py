@@ -52,6 +52,12 @@ def test_a_bad_row_of_the_prompts_or_of_a_held_out_file_is_named(good: str, bad:
         ({"metadata": {"reasoning_gym": {"dataset": "x"}}}, {"rm_type": "boxed_reasoning_gym"}, "or a label: its answer"),
         ({"label": ""}, {"rm_type": "gpqa", "label_key": "label"}, "needs a label, or the right letter"),
         ({"metadata": {"rm_type": "remote_rm"}}, {"rm_type": "random"}, "needs an address"),
+        (
+            {"metadata": {"rm_type": "dapo"}, "label": "2"},
+            {"label_key": "label"},
+            "and --reward-key is not given",
+        ),
+        ({"metadata": {"rm_type": "dapo"}, "label": "2"}, {"label_key": "label", "reward_key": "x"}, "--reward-key is x: name one of them"),
     ],
 )
 def test_a_row_without_what_its_reward_needs_is_named(tmp_path: Path, row: dict[str, Any], flags: dict[str, Any], said: str) -> None:
@@ -86,6 +92,21 @@ def test_rows_with_what_their_rewards_need_pass(tmp_path: Path) -> None:
 def test_an_unknown_reward_is_refused(good: str) -> None:
     with pytest.raises(ConfigError, match="did you mean"):
         check_prompt_files(make_args(prompt_data=good, rm_type="deepscaller"))
+
+
+def test_a_reward_key_without_a_reward_that_has_entries_is_refused(good: str, tmp_path: Path) -> None:
+    rows = {"prompt_data": good, "label_key": "label"}
+    with pytest.raises(ConfigError, match="--reward-key score has no effect: the rewards of these prompts are numbers"):
+        check_prompt_files(make_args(**rows, rm_type="math", reward_key="score"))
+    with pytest.raises(ConfigError, match="--eval-reward-key acc has no effect"):
+        check_prompt_files(make_args(**rows, rm_type="math", eval_prompt_data=["held", good], eval_reward_key="acc"))
+    check_prompt_files(make_args(**rows, rm_type="dapo", reward_key="score", eval_prompt_data=["held", good], eval_reward_key="acc"))
+    check_prompt_files(make_args(**rows, rm_type="math", reward_key="score", custom_generate_function_path="a.b"))
+    check_prompt_files(make_args(**rows, custom_rm_path="a.b", reward_key="score"))
+    mixed = tmp_path / "mixed.jsonl"
+    kinds = ({"rm_type": "dapo"}, {"rm_type": "math"})
+    mixed.write_text("".join(json.dumps({"input": "1+1=", "label": "2", "metadata": kind}) + "\n" for kind in kinds))
+    check_prompt_files(make_args(prompt_data=str(mixed), label_key="label", reward_key="score"))
 
 
 def test_the_check_loads_neither_torch_nor_transformers() -> None:

@@ -52,6 +52,7 @@ class RewardSpec:
     module: str
     runs: Literal["here", "worker", "sample"] = "here"
     label: bool = True  # cannot do without a label
+    entries: tuple[str, ...] | None = ()  # of the dict that it gives; () = it gives a number, None = either, with any entries
     lacks: Callable[[Any, Sample], str] = _nothing  # (args, sample of a prompt file) -> what else it lacks, with the cure; or ""
 
     def function(self) -> Any:
@@ -62,7 +63,7 @@ class RewardSpec:
 
 REWARDS: Mapping[str, RewardSpec] = MappingProxyType(
     {
-        "dapo": RewardSpec(module="dapo"),
+        "dapo": RewardSpec(module="dapo", entries=("score", "acc", "pred")),
         "deepscaler": RewardSpec(module="deepscaler", runs="worker"),
         "exact": RewardSpec(module="exact"),
         "f1": RewardSpec(module="f1"),
@@ -70,7 +71,7 @@ REWARDS: Mapping[str, RewardSpec] = MappingProxyType(
         "math": RewardSpec(module="math_rm", runs="worker"),
         "random": RewardSpec(module="random_rm", runs="sample", label=False),
         "reasoning_gym": RewardSpec(module="reasoning_gym_rm", runs="worker", label=False, lacks=_lacks_task),
-        "remote_rm": RewardSpec(module="remote_rm", runs="sample", label=False, lacks=_lacks_address),
+        "remote_rm": RewardSpec(module="remote_rm", runs="sample", label=False, entries=None, lacks=_lacks_address),
     }
 )
 

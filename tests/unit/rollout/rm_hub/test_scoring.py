@@ -238,3 +238,10 @@ def _children(of: int | None = None) -> list[int]:
         except (FileNotFoundError, ProcessLookupError):
             continue
     return found
+
+
+def test_quick_rules_give_the_entries_that_the_table_says() -> None:
+    for name, spec in REWARDS.items():
+        if spec.runs == "here":
+            value = spec.function()("Answer: A", "A", {})
+            assert (tuple(value) if isinstance(value, dict) else ()) == spec.entries, name
