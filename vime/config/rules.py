@@ -20,6 +20,8 @@ from vime.errors import ConfigError
 
 __all__ = ["check_rules"]
 
+TENSOR = "tensor_model_parallel_size"
+
 
 def check_rules(config: RunConfig, *, planned: bool = False, unsure: Collection[str] = ()) -> None:
     """Raise ConfigError with every rule that `config` breaks.
@@ -45,13 +47,22 @@ def _placement(config: RunConfig) -> Iterator[str]:
     if total is not None and total % per_engine:
         yield f"--rollout-num-gpus {total} is no multiple of --rollout-num-gpus-per-engine {per_engine}: the rest would stand idle."
     world, model = config.actor_world_size, 1
-    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
+    for name in (TENSOR, "pipeline_model_parallel_size", "context_parallel_size"):
         model *= config.megatron_size(name)
     if world % model:
         yield (
             f"--actor-num-gpus-per-node {world} cannot be divided by the model's parallel size {model} "
             "(tensor x pipeline x context): use a multiple of it."
         )
+    experts = config.megatron_size("expert_model_parallel_size") * config.megatron_size("pipeline_model_parallel_size")
+    experts *= config.megatron_size("expert_tensor_parallel_size" if config.megatron.get("expert_tensor_parallel_size") else TENSOR)
+    if experts > 1 and world % experts:
+        yield (
+            f"--actor-num-gpus-per-node {world} cannot be divided by the experts' parallel size {experts} "
+            "(expert tensor x expert x pipeline): use a multiple of it."
+        )
+    if config.megatron_size("context_parallel_size") > 1 and config.algorithm.loss_type == "custom_loss":
+        yield "--loss-type custom_loss needs the logits of whole sequences: leave --context-parallel-size out."
 
 
 def _batches(config: RunConfig) -> Iterator[str]:

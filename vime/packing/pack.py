@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -131,6 +132,15 @@ class PackedBatch:
             if packed[name].shape != self.tokens.shape:
                 raise ValueError(f"with_token_values: {name} has shape {tuple(packed[name].shape)}, expected {tuple(self.tokens.shape)}.")
         return replace(self, **packed)
+
+    def emptied(self) -> PackedBatch:
+        """Its first two tokens (or its only one) with nothing trained: weight 0 in every mean."""
+        cut = {f.name: getattr(self, f.name)[:2] for f in fields(self) if isinstance(getattr(self, f.name), torch.Tensor)}
+        size = len(cut["tokens"])
+        cut |= {name: torch.zeros_like(cut[name]) for name in ("loss_mask", "loss_weight", "sequence_ids")}
+        cut |= {"position_ids": torch.arange(size, device=self.tokens.device), "cu_seqlens": self.cu_seqlens.new_tensor([0, size])}
+        own: dict[str, Any] = {"sample_ids": self.sample_ids[:1], "lengths": (size,), "response_lengths": (size - 1,)}
+        return replace(self, max_seqlen=size, rollout_mask_sums=(0.0,), kept=None, **own, **cut)
 
     def to(self, device: torch.device | str) -> PackedBatch:
         """A copy with all tensors on `device`."""

@@ -74,15 +74,16 @@ def weights(trainer: MegatronTrainer) -> dict[str, torch.Tensor]:
 
 def gradients(trainer: MegatronTrainer) -> dict[str, torch.Tensor]:
     """The step's gradients under Hugging Face names: exported as if they were the weights. Ends the trainer's usefulness."""
-    model = trainer._model
-    group = parallel_state.get_data_parallel_group()
-    for buffer in model.buffers:
-        for bucket in buffer.buckets:  # with the distributed optimizer each rank holds the sum for its own shard only
-            shard = bucket.grad_data.chunk(dist.get_world_size(group))[dist.get_rank(group)].clone()
-            dist.all_gather_into_tensor(bucket.grad_data, shard, group=group)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(parameter.main_grad)
+    of_dense = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    of_experts = parallel_state.get_expert_data_parallel_group()
+    for model in trainer._model:
+        for buffer, group in [(b, of_dense) for b in model.buffers] + [(b, of_experts) for b in model.expert_parallel_buffers]:
+            for bucket in buffer.buckets:  # with the distributed optimizer each rank holds the sum for its own shard only
+                shard = bucket.grad_data.chunk(dist.get_world_size(group))[dist.get_rank(group)].clone()
+                dist.all_gather_into_tensor(bucket.grad_data, shard, group=group)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(parameter.main_grad if parameter.requires_grad else torch.zeros_like(parameter))
     return weights(trainer)
 
 

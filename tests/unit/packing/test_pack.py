@@ -134,3 +134,12 @@ def test_wrong_token_values_are_refused() -> None:
 def test_bad_samples_are_refused(samples: list[TrainSample], message: str) -> None:
     with pytest.raises(DataError, match=message):
         pack(samples, PLAN)
+
+
+def test_an_emptied_batch_is_two_tokens_with_nothing_trained() -> None:
+    batch = pack([sample(1, 3, [1, 1]), sample(2, 1, [1, 0, 1])], PLAN).emptied()
+    assert batch.tokens.tolist() == [101, 102]
+    assert batch.cu_seqlens.tolist() == [0, 2]
+    assert not batch.loss_weight.any()
+    assert not len(batch.trained_rows)
+    assert [values.shape for values in batch.gather(batch.labels)] == [(1,)]

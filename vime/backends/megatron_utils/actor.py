@@ -25,11 +25,12 @@ from vime.backends.megatron_utils.checkpoint import load_state, save_state
 from vime.backends.megatron_utils.convert.registry import model_ops, model_shape
 from vime.backends.megatron_utils.convert.transfer import HFWeights, Ranks, load_hf_weights
 from vime.backends.megatron_utils.convert.writer import HF_FILES, HFWriter, copy_small_files
+from vime.backends.megatron_utils.layout import Layout
 from vime.backends.megatron_utils.loss import LossHooks, loss_from_logits, packed_log_probs
 from vime.backends.megatron_utils.model import build_model, transformer_config
 from vime.backends.megatron_utils.optimizer import build_optimizer, build_schedule, wrap_data_parallel
 from vime.backends.megatron_utils.roles import HeldWeights
-from vime.backends.megatron_utils.step import forward_backward, forward_each, sum_metrics
+from vime.backends.megatron_utils.step import ReadFunction, forward_backward, forward_each, from_last_stage, sum_metrics
 from vime.config.run import RunConfig
 from vime.config.sections import AlgorithmConfig
 from vime.errors import ConfigError, TrainerError
@@ -82,19 +83,18 @@ class MegatronTrainer:
         bootstrap.init_distributed(
             self._platform, rank=rank, world_size=world_size, master_addr=master_addr, master_port=master_port, deadline_s=deadline
         )
-        bootstrap.init_parallel(
-            tensor=args.tensor_model_parallel_size, sequence=args.sequence_parallel, seed=config.training.seed, deadline_s=deadline
-        )
+        bootstrap.init_parallel(Layout.of(args), seed=config.training.seed, deadline_s=deadline)
         self._args = args
         self._ops = model_ops(self._shape, args.padded_vocab_size)
         self._tp_group = parallel_state.get_tensor_model_parallel_group()
+        self._cp_group = parallel_state.get_context_parallel_group()
         self._dp_group = parallel_state.get_data_parallel_group()
         self._model_config = transformer_config(args)
-        model = build_model(args, self._model_config)
-        self._held = self._hold_roles(model)
-        self._fill(model, config.model.hf_checkpoint)
-        self._weights = HFWeights([model], self._ops, self._ranks)
-        self._model = wrap_data_parallel(args, self._model_config, model)
+        chunks = build_model(args, self._model_config)
+        self._held = self._hold_roles(chunks)
+        self._fill(chunks, config.model.hf_checkpoint)
+        self._weights = HFWeights(chunks, self._ops, self._ranks)
+        self._model = wrap_data_parallel(args, self._model_config, chunks)
         self._optimizer = build_optimizer(args, self._model_config, self._model)
         self._schedule = build_schedule(args, config.data, self._optimizer)
         self._loss_hooks = self._load_loss_hooks()
@@ -144,7 +144,8 @@ class MegatronTrainer:
         if old_needed:
             with self._timed(seconds, "log_probs"):
                 plans = self._with_log_probs(plans, "old_log_probs")
-        plans = self._with_advantages(batch, plans)
+        if parallel_state.is_pipeline_last_stage(ignore_virtual=True):  # where the log-probs are, and the loss
+            plans = self._with_advantages(batch, plans)
         with self._timed(seconds, "actor_train"):
             steps = [self._optimizer_step(packed, batch) for packed in plans]
         interval = self._config.model.ref_update_interval
@@ -170,13 +171,10 @@ class MegatronTrainer:
         )  # fmt: skip
         packed = self._to_device(pack([sample], plan, aggregation="token", multiple_of=self._multiple))
 
-        def read(logits: torch.Tensor, packed: PackedBatch) -> torch.Tensor:
-            return packed_log_probs(
-                logits, packed, temperature=1.0, tp_group=self._tp_group, vocab_size=self._shape.vocab_size, rows=packed.scored_rows
-            )[0]
-
         with self._watched("log-probs of the probe"):
-            return forward_each(self._model, [packed], read)[0][:response].tolist()
+            found = forward_each(self._model, [packed], self._reader(temperature=1.0))
+            values = [found[0][:response].tolist()] if found else [None]
+            return from_last_stage(values)[0]
 
     # --- weights and state ---
 
@@ -222,7 +220,7 @@ class MegatronTrainer:
             reference = Path(path) / REFERENCE_FOLDER
             if resume and self._config.model.ref_update_interval is not None and reference.is_dir():
                 with self._as_role("ref"):
-                    self._fill(self._model.module, str(reference))
+                    self._fill([chunk.module for chunk in self._model], str(reference))
         if not exact:
             log.warning("%s was saved at another layout: weights and optimizer are restored, random states start from the seed", path)
 
@@ -237,12 +235,12 @@ class MegatronTrainer:
 
     def _settle_parameters(self) -> None:
         """With --overlap-param-gather a step's last gathers wait for the next forward pass: do them now."""
-        if self._args.overlap_param_gather:
-            self._model.disable_forward_pre_hook(param_sync=True)
-            self._model.enable_forward_pre_hook()
+        for chunk in self._model if self._args.overlap_param_gather else []:
+            chunk.disable_forward_pre_hook(param_sync=True)
+            chunk.enable_forward_pre_hook()
 
-    def _fill(self, model: torch.nn.Module, folder: str) -> None:
-        load_hf_weights([model], folder, self._ops, ranks=self._ranks, tied=self._shape.tied)
+    def _fill(self, chunks: Sequence[torch.nn.Module], folder: str) -> None:
+        load_hf_weights(chunks, folder, self._ops, ranks=self._ranks, tied=self._shape.tied)
 
     @property
     def _ranks(self) -> Ranks:
@@ -253,10 +251,10 @@ class MegatronTrainer:
             expert_tensor_size=parallel_state.get_expert_tensor_parallel_world_size(),
         )
 
-    def _hold_roles(self, model: torch.nn.Module) -> HeldWeights:
-        """The weights of the reference and the teacher where a flag asks for their log-probs. `model` is left with any of them."""
+    def _hold_roles(self, chunks: Sequence[torch.nn.Module]) -> HeldWeights:
+        """The weights of the reference and the teacher where a flag asks for their log-probs. The model is left with any of them."""
         algorithm, paths = self._config.algorithm, self._config.model
-        held, folders = HeldWeights([model]), {}
+        held, folders = HeldWeights(chunks), {}
         if algorithm.use_kl_loss or algorithm.kl_coef != 0:
             folders["ref"] = ("reference", "--ref-load", paths.ref_load)
         if algorithm.use_opd and algorithm.opd_type == "megatron":
@@ -269,7 +267,7 @@ class MegatronTrainer:
                 raise ConfigError(
                     f"the {name} {shape.path} has another shape than {self._shape.path}; it must be of the same architecture."
                 )
-            self._fill(model, folder)
+            self._fill(chunks, folder)
             held.keep(role)
         return held
 
@@ -291,8 +289,9 @@ class MegatronTrainer:
 
     @property
     def _multiple(self) -> int:
-        """Packs are padded to a multiple of this: sequence parallelism splits them evenly."""
-        return parallel_state.get_tensor_model_parallel_world_size() if self._args.sequence_parallel else 1
+        """Packs are padded to a multiple of this: sequence parallelism splits them evenly. (Context parallelism pads by itself.)"""
+        alone = self._args.sequence_parallel and self._args.context_parallel_size == 1
+        return parallel_state.get_tensor_model_parallel_world_size() if alone else 1
 
     def _to_device(self, packed: PackedBatch) -> PackedBatch:
         return packed if self._platform.is_cpu else packed.to(self._platform.device)
@@ -315,16 +314,22 @@ class MegatronTrainer:
         return with_advantages(batch, plans, algorithm, sum_over_ranks=over_ranks, function=self._own_advantages, args=self._config.args)
 
     def _with_log_probs(self, plans: Plans, name: str) -> Plans:
-        """The log-probs of all micro-batches of all steps under the weights that are in the model, as the field `name`."""
+        """The log-probs of all micro-batches of all steps under the weights that are in the model, as the field `name`; in the last
+        pipeline stage alone."""
+        found = forward_each(self._model, [packed for step in plans for packed in step], self._reader(temperature=self._temperature))
+        flat = iter(found)
+        return [[packed.with_token_values(**{name: next(flat)}) for packed in step] for step in plans] if found else plans
 
-        def read(logits: torch.Tensor, packed: PackedBatch) -> torch.Tensor:
+    def _reader(self, *, temperature: float) -> ReadFunction:
+        """What makes log-probs [T] of a micro-batch's logits."""
+
+        def read(logits: torch.Tensor, packed: PackedBatch, rows: torch.Tensor | None) -> torch.Tensor:
             return packed_log_probs(
-                logits, packed, temperature=self._temperature, tp_group=self._tp_group, vocab_size=self._shape.vocab_size,
-                rows=packed.scored_rows,
+                logits, packed, temperature=temperature, tp_group=self._tp_group, vocab_size=self._shape.vocab_size, rows=rows,
+                cp_group=self._cp_group,
             )[0]  # fmt: skip
 
-        flat = iter(forward_each(self._model, [packed for step in plans for packed in step], read))
-        return [[packed.with_token_values(**{name: next(flat)}) for packed in step] for step in plans]
+        return read
 
     @property
     def _temperature(self) -> float:
@@ -336,16 +341,17 @@ class MegatronTrainer:
 
         whole = self._loss_hooks.custom_loss is not None  # the user's function is given the logits of all positions
 
-        def loss(logits: torch.Tensor, micro: PackedBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        def loss(logits: torch.Tensor, micro: PackedBatch, rows: torch.Tensor | None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             return loss_from_logits(
                 logits, micro, self._config.algorithm, temperature=self._temperature, tp_group=self._tp_group,
-                vocab_size=self._shape.vocab_size, rows=None if whole else micro.scored_rows, hooks=self._loss_hooks,
+                vocab_size=self._shape.vocab_size, rows=rows, cp_group=self._cp_group, hooks=self._loss_hooks,
             )  # fmt: skip
 
-        self._model.zero_grad_buffer()
+        for chunk in self._model:
+            chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
         parts = forward_backward(self._model, packed, loss, whole=whole)
-        metrics = sum_metrics(parts, self._dp_group)
+        metrics = sum_metrics(parts)
         self._optimizer.prepare_grads()
         norm = float(self._optimizer.get_grad_norm())
         if self._args.check_for_nan_in_loss_and_grad:
@@ -362,7 +368,8 @@ class MegatronTrainer:
         """Raise the same TrainerError on all ranks when loss or gradient norm is not finite, before the weights change."""
         if math.isfinite(loss) and math.isfinite(norm):
             return
-        mine = [i for micro, part in zip(packed, parts, strict=True) if not torch.isfinite(part["loss"]) for i in micro.sample_ids]
+        seen = zip(packed, parts, strict=True) if parts else ()  # the last pipeline stage alone has losses
+        mine = [i for micro, part in seen if not torch.isfinite(part["loss"]) for i in micro.sample_ids]
         if math.isfinite(loss):
             mine = [i for micro in packed for i in micro.sample_ids]
         found: list[Any] = [None] * dist.get_world_size()

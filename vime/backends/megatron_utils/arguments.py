@@ -30,8 +30,9 @@ from vime.backends.megatron_utils.bootstrap import Platform, import_megatron
 from vime.backends.megatron_utils.convert.registry import model_ops, model_shape
 from vime.backends.megatron_utils.convert.shape import ModelShape
 from vime.backends.megatron_utils.convert.transfer import check_hf_weights
-from vime.backends.megatron_utils.flags import CURES, HONOURED, NOT_YET_PREFIXES, ONE_ONLY, VALUES
+from vime.backends.megatron_utils.flags import CURES, HONOURED, NOT_YET_PREFIXES, VALUES
 from vime.backends.megatron_utils.layer_probe import has_transformer_engine
+from vime.backends.megatron_utils.layout import Layout
 from vime.config.fields import flag_specs
 from vime.config.options import Option, describe, parse_all, store_options
 from vime.config.owners import OWNERS
@@ -77,13 +78,11 @@ def honour_problems(parser: argparse.ArgumentParser, explicit: Mapping[str, Any]
     for dest, value in explicit.items():
         flag = _flag_of(parser, dest)
         if dest in HONOURED:
-            if dest in ONE_ONLY and value not in (None, 1):
-                problems.append(f"{flag} {value}: not available yet: this trainer splits a model by tensor parallelism only.")
             problems += _value_problems(flag, dest, value)
         elif dest in CURES:
             problems.append(f"{flag} has no effect in vime. {CURES[dest]}")
         elif dest.startswith(NOT_YET_PREFIXES):
-            problems.append(f"{flag}: not available yet: this trainer builds dense decoders with tensor and data parallelism.")
+            problems.append(f"{flag}: not available yet: this trainer does not build what it asks for.")
         else:
             problems.append(f"{flag} is for Megatron's own pretraining program and would have no effect here: leave it out.")
     return [problem for problem in problems if not (planned and ": not available yet: " in problem)]
@@ -257,7 +256,7 @@ def _validated(args: argparse.Namespace, *, world_size: int, rank: int) -> argpa
     from megatron.training.arguments import validate_args
 
     args.rank, args.world_size = rank, world_size
-    args.seq_length = args.max_position_embeddings
+    args.seq_length = -(-args.max_position_embeddings // (2 * args.context_parallel_size)) * 2 * args.context_parallel_size
     args._is_global_batch_size_explicitly_specified = False
     args.micro_batch_size = args.micro_batch_size or 1
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # validate_args asserts it with tensor parallelism
@@ -303,7 +302,8 @@ def check_tokens(
     platform = {key: value for key, value in overlay(CPU_PLATFORM).items() if key not in explicit}
     vars(args).update(implied | platform | explicit)
     if hf_checkpoint is not None and not problems:
-        split = args.tensor_model_parallel_size
+        sizes = Layout.of(args)
+        split = math.lcm(sizes.model, sizes.experts)
         try:
             args = _validated(args, world_size=split if world_size is None else world_size, rank=0)
         except ConfigError as error:

@@ -8,23 +8,25 @@ over all of them at once, since SDPA's blocked kernel is made for long ones.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, get_cuda_rng_tracker
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.attention import varlen
 
+from vime.backends.megatron_utils.context_shard import ContextShard
 from vime.backends.megatron_utils.fused import rotate
 from vime.backends.megatron_utils.packed_params import AttentionPlan, PackedParams, Rectangle
 
 SHORT = 64  # tokens of a row up to which the scores are written out
 
-__all__ = ["PackedCoreAttention", "packed_attention_cpu", "packed_attention_cuda"]
+__all__ = ["PackedCoreAttention", "packed_attention_cpu", "packed_attention_cuda", "shard_attention"]
 
 
 class _ToSlots(torch.autograd.Function):
@@ -124,9 +126,34 @@ def packed_attention_cuda(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, *, scale: float
 ) -> torch.Tensor:
     """The same on CUDA (bfloat16 or float16), without a host synchronisation."""
+    return _varlen(query, key, value, (cu_seqlens, cu_seqlens), (max_seqlen, max_seqlen), scale)
+
+
+def _varlen(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: tuple[torch.Tensor, ...], longest: tuple[int, ...], scale: float
+) -> torch.Tensor:
+    """Causal attention of rows of queries to rows of keys, whose ends are the same position."""
     if query.shape[1] != key.shape[1]:
         key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for x in (key, value))
-    return varlen.varlen_attn(query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, scale=scale, window_size=(-1, 0))
+    return varlen.varlen_attn(query, key, value, *starts, *longest, scale=scale, window_size=(-1, 0))
+
+
+def shard_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, shard: ContextShard, *, scale: float, dropout: float = 0.0
+) -> torch.Tensor:
+    """Causal attention of a context-parallel rank's chunks. query [C, H, D], key and value [size x C, G, D] of all ranks -> [C, H, D]."""
+    key, value = (x.index_select(0, shard.keys) for x in (key, value))
+    if query.device.type != "cpu":
+        longest = (max(shard.query_sizes), max(shard.key_sizes))
+        return _varlen(query, key, value, (shard.cu_queries, shard.cu_keys), longest, scale)
+    out = []
+    gqa = query.shape[1] != key.shape[1]
+    for q, k, v in zip(query.split(shard.query_sizes), key.split(shard.key_sizes), value.split(shard.key_sizes), strict=True):
+        mask = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        row = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, dropout_p=dropout, enable_gqa=gqa)
+        out.append(row[0].transpose(0, 1))
+    return torch.cat(out)
 
 
 class PackedCoreAttention(MegatronModule):
@@ -147,10 +174,9 @@ class PackedCoreAttention(MegatronModule):
         super().__init__(config=config)
         if attention_type != "self" or attn_mask_type not in (AttnMaskType.causal, AttnMaskType.padding_causal):
             raise NotImplementedError(f"PackedCoreAttention does causal self-attention, not {attention_type} with {attn_mask_type}.")
-        if config.context_parallel_size != 1:
-            raise NotImplementedError("PackedCoreAttention does not split sequences over context-parallel ranks.")
         self.scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.cp_group = pg_collection.cp if pg_collection is not None else None
 
     def forward(
         self,
@@ -168,13 +194,17 @@ class PackedCoreAttention(MegatronModule):
         q, k, v = query.squeeze(1), key.squeeze(1), value.squeeze(1)
         if packed_seq_params.rotary is not None:
             q, k = (rotate(x, *packed_seq_params.rotary) for x in (q, k))
-        if packed_seq_params.plan is None:
-            if self.dropout and self.training:
-                raise NotImplementedError("varlen_attn has no dropout: set --attention-dropout 0 or install Transformer Engine.")
-            out = packed_attention_cuda(q, k, v, packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q, scale=self.scale)
-        elif self.dropout and self.training:
-            with get_cuda_rng_tracker().fork():
-                out = packed_attention_cpu(q, k, v, packed_seq_params.plan, scale=self.scale, dropout=self.dropout)
-        else:
-            out = packed_attention_cpu(q, k, v, packed_seq_params.plan, scale=self.scale)
+        dropout = self.dropout if self.training else 0.0
+        if dropout and q.device.type != "cpu":
+            raise NotImplementedError("varlen_attn has no dropout: set --attention-dropout 0 or install Transformer Engine.")
+        with get_cuda_rng_tracker().fork() if dropout else contextlib.nullcontext():
+            out = self._attend(q, k, v, packed_seq_params, dropout)
         return out.reshape(out.shape[0], 1, -1)
+
+    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: PackedParams, dropout: float) -> torch.Tensor:
+        if params.shard is not None:
+            k, v = (gather_from_sequence_parallel_region(x.contiguous(), group=self.cp_group) for x in (k, v))
+            return shard_attention(q, k, v, params.shard, scale=self.scale, dropout=dropout)
+        if params.plan is None:
+            return packed_attention_cuda(q, k, v, params.cu_seqlens_q, params.max_seqlen_q, scale=self.scale)
+        return packed_attention_cpu(q, k, v, params.plan, scale=self.scale, dropout=dropout)

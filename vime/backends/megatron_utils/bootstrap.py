@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import random
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from vime.backends.megatron_utils import cpu_activate
+from vime.backends.megatron_utils.layout import Layout
 from vime.config.sections import ClusterConfig, TrainingConfig
 from vime.errors import ConfigError, DeadlineError, ResourceError, TrainerError
 
@@ -46,6 +48,8 @@ def import_megatron() -> ModuleType:
 
     if not megatron.core.__version__.startswith(MEGATRON_VERSION):
         raise ConfigError(f"megatron-core {megatron.core.__version__} is installed; vime needs {MEGATRON_VERSION}x. Run `make setup`.")
+    if importlib.util.find_spec("psutil") is None:  # Megatron does not declare it, and saves in a child process that dies without it
+        raise ConfigError("psutil is not installed: Megatron's checkpoints would wait forever without it. Run `make setup`.")
     return megatron.core
 
 
@@ -101,23 +105,31 @@ def init_distributed(where: Platform, *, rank: int, world_size: int, master_addr
         ) from error
 
 
-def init_parallel(*, tensor: int, sequence: bool, seed: int, deadline_s: float) -> None:
+def init_parallel(layout: Layout, *, seed: int, deadline_s: float) -> None:
     """Build Megatron's parallel groups and seed every generator of this process."""
     import_megatron()
     from megatron.core import parallel_state, tensor_parallel
 
     world = dist.get_world_size()
-    if world % tensor:
-        raise ConfigError(f"{world} trainer processes cannot be split into groups of --tensor-model-parallel-size {tensor}.")
-    if sequence and tensor == 1:
+    for size, what in ((layout.model, "tensor x pipeline x context"), (layout.experts, "expert-tensor x expert x pipeline")):
+        if world % size:
+            raise ConfigError(f"{world} trainer processes cannot be split into groups of {size} ({what} parallel size): use a multiple.")
+    if layout.sequence and layout.tensor == 1:
         log.info("--sequence-parallel has no effect with one tensor-parallel rank")
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tensor, distributed_timeout_minutes=max(1, round(deadline_s / 60)), create_gloo_process_groups=True
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=layout.virtual,
+        context_parallel_size=layout.context,
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=layout.expert_tensor,
+        distributed_timeout_minutes=max(1, round(deadline_s / 60)),
+        create_gloo_process_groups=True,
     )
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
-    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed + 100 * parallel_state.get_pipeline_model_parallel_rank())
 
 
 @contextmanager

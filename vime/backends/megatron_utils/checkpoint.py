@@ -7,7 +7,7 @@ import logging
 import queue
 import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ from torch.distributed.checkpoint import CheckpointException
 from vime.errors import CheckpointError, ConfigError, ResourceError
 
 __all__ = ["load_state", "save_state"]
+
+Chunks = Sequence[torch.nn.Module]  # this rank's share of the model, wrapped in DistributedDataParallel
 
 log = logging.getLogger(__name__)
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -40,15 +42,30 @@ def _metadata() -> dict[str, Any]:
     }
 
 
-def _sharded(model: torch.nn.Module, optimizer: MegatronOptimizer, *, loading: bool) -> dict[str, Any]:
-    model_state = model.module.sharded_state_dict(metadata=_metadata())
-    model_state = {name: value for name, value in model_state.items() if "_extra_state" not in name}
-    return {"model": model_state, "optimizer": optimizer.sharded_state_dict(model_state, is_loading=loading, metadata=_metadata())}
+def _sharded(chunks: Chunks, optimizer: MegatronOptimizer, *, loading: bool) -> dict[str, Any]:
+    state: dict[str, Any] = {}
+    for number, chunk in enumerate(chunks):
+        values = chunk.module.sharded_state_dict(metadata=_metadata())
+        state[_name(chunks, number)] = {name: value for name, value in values.items() if "_extra_state" not in name}
+    of_model = state if len(chunks) > 1 else state["model"]
+    return state | {"optimizer": optimizer.sharded_state_dict(of_model, is_loading=loading, metadata=_metadata())}
 
 
-def layout() -> dict[str, int]:
+def _name(chunks: Chunks, number: int) -> str:
+    """Under which a chunk's state stands; Megatron's optimizer looks for these. What is stored does not depend on it."""
+    return "model" if len(chunks) == 1 else f"model{number}"
+
+
+def layout() -> dict[str, int | None]:
     """What the random states of a checkpoint are bound to."""
-    return {"world": dist.get_world_size(), "tensor": parallel_state.get_tensor_model_parallel_world_size()}
+    return {
+        "world": dist.get_world_size(),
+        "tensor": parallel_state.get_tensor_model_parallel_world_size(),
+        "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
+        "context": parallel_state.get_context_parallel_world_size(),
+        "expert": parallel_state.get_expert_model_parallel_world_size(),
+        "expert_tensor": parallel_state.get_expert_tensor_parallel_world_size(),
+    }
 
 
 def _generators() -> dict[str, Any]:
@@ -72,15 +89,15 @@ def _set_generators(states: dict[str, Any]) -> None:
     tensor_parallel.get_cuda_rng_tracker().set_states(states["tracker"])
 
 
-def save_state(path: str, model: torch.nn.Module, optimizer: MegatronOptimizer, schedule: OptimizerParamScheduler, *, step: int) -> None:
+def save_state(path: str, chunks: Chunks, optimizer: MegatronOptimizer, schedule: OptimizerParamScheduler, *, step: int) -> None:
     """Write the whole training state into the folder `path`. Collective. The folder is complete once `metadata.json` is there.
 
     Raises ResourceError when there is no space left for it, CheckpointError when it cannot be written for another reason.
     """
     try:
-        _write(path, model, optimizer, schedule, step=step)
+        _write(path, chunks, optimizer, schedule, step=step)
     except (CheckpointException, RuntimeError, OSError) as error:
-        if _disk_full(error, path, _state_bytes(model)):
+        if _disk_full(error, path, _state_bytes(chunks)):
             raise ResourceError(
                 f"no space left on {path} for the trainer's state ({_cause(error)}): free space and run the same command again; "
                 "earlier commits are intact."
@@ -90,13 +107,13 @@ def save_state(path: str, model: torch.nn.Module, optimizer: MegatronOptimizer, 
         raise
 
 
-def _write(path: str, model: torch.nn.Module, optimizer: MegatronOptimizer, schedule: OptimizerParamScheduler, *, step: int) -> None:
+def _write(path: str, chunks: Chunks, optimizer: MegatronOptimizer, schedule: OptimizerParamScheduler, *, step: int) -> None:
     if dist.get_rank() == 0:
         Path(path).mkdir(parents=True, exist_ok=True)
     dist.barrier()
     generators: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(generators, _generators())
-    state = _sharded(model, optimizer, loading=False)
+    state = _sharded(chunks, optimizer, loading=False)
     state |= {"step": step, "schedule": schedule.state_dict(), "generators": generators, "layout": layout()}
     # The results of a synchronous save stay in this process. Megatron would start a Manager process for them (5 s and 300 MB
     # at the first save, and left behind when a trainer is killed); a plain queue does.
@@ -105,10 +122,10 @@ def _write(path: str, model: torch.nn.Module, optimizer: MegatronOptimizer, sche
     dist.barrier()
 
 
-def _state_bytes(model: torch.nn.Module) -> int:
+def _state_bytes(chunks: Chunks) -> int:
     """About the size of the state of all ranks on disk."""
-    size = sum(p.numel() * (p.element_size() + OPTIMIZER_BYTES) for p in model.parameters())
-    return size * parallel_state.get_tensor_model_parallel_world_size()
+    size = sum(p.numel() * (p.element_size() + OPTIMIZER_BYTES) for chunk in chunks for p in chunk.parameters())
+    return size * parallel_state.get_tensor_model_parallel_world_size() * parallel_state.get_pipeline_model_parallel_world_size()
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
@@ -140,7 +157,7 @@ def _disk_full(error: BaseException, path: str, needed: int) -> bool:
 
 
 def load_state(
-    path: str, model: torch.nn.Module, optimizer: MegatronOptimizer, schedule: OptimizerParamScheduler, *, resume: bool = True
+    path: str, chunks: Chunks, optimizer: MegatronOptimizer, schedule: OptimizerParamScheduler, *, resume: bool = True
 ) -> tuple[int, bool]:
     """Load what `save_state` wrote. Collective. Returns (optimizer steps done, whether the random states are those asked for).
 
@@ -156,13 +173,16 @@ def load_state(
         raise CheckpointError(f"{path} is no complete trainer state: {COMPLETE}, which is written last, is missing.")
     try:
         weights_only = "step" not in dist_checkpointing.load_common_state_dict(path)  # `vime convert`, or Megatron's own trainer, wrote it
-        wanted = _sharded(model, optimizer, loading=True)
-        state = dist_checkpointing.load({"model": wanted["model"]} if weights_only else wanted, path)
+        wanted = _sharded(chunks, optimizer, loading=True)
+        if weights_only:
+            del wanted["optimizer"]
+        state = dist_checkpointing.load(wanted, path)
     except (Exception, CheckpointException) as error:
         raise CheckpointError(
             f"{path} cannot be loaded ({type(error).__name__}: {str(error)[:500]}). It is torn, or of a model of another shape."
         ) from error
-    model.module.load_state_dict(state["model"], strict=False)
+    for number, chunk in enumerate(chunks):
+        chunk.module.load_state_dict(state[_name(chunks, number)], strict=False)
     if weights_only:
         optimizer.reload_model_params()
         schedule.num_steps = 0

@@ -5,7 +5,7 @@ Names are Megatron's destinations (attribute names). A flag that would be parsed
 
 from __future__ import annotations
 
-__all__ = ["CURES", "HONOURED", "NOT_YET_PREFIXES", "ONE_ONLY", "VALUES"]
+__all__ = ["CURES", "HONOURED", "NOT_YET_PREFIXES", "VALUES"]
 
 SHAPE = frozenset(
     "num_layers hidden_size ffn_hidden_size num_attention_heads group_query_attention num_query_groups kv_channels normalization "
@@ -18,7 +18,8 @@ SHAPE = frozenset(
 PARALLEL = frozenset(
     "tensor_model_parallel_size sequence_parallel pipeline_model_parallel_size context_parallel_size expert_model_parallel_size "
     "expert_tensor_parallel_size use_distributed_optimizer overlap_grad_reduce overlap_param_gather ddp_bucket_size ddp_num_buckets "
-    "accumulate_allreduce_grads_in_fp32 grad_reduce_in_bf16 use_cpu_initialization".split()
+    "accumulate_allreduce_grads_in_fp32 grad_reduce_in_bf16 use_cpu_initialization num_layers_per_virtual_pipeline_stage "
+    "num_virtual_stages_per_pipeline_rank decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers overlap_p2p_comm".split()
 )
 OPTIMIZER = frozenset(
     "optimizer weight_decay start_weight_decay end_weight_decay weight_decay_incr_style apply_wd_to_qk_layernorm adam_beta1 adam_beta2 "
@@ -34,13 +35,6 @@ COMPUTE = frozenset(
 )
 HONOURED: frozenset[str] = SHAPE | PARALLEL | OPTIMIZER | COMPUTE
 
-ONE_ONLY: tuple[str, ...] = (  # honoured only at size 1
-    "pipeline_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-)
-
 VALUES: dict[str, tuple[tuple[str, ...], str]] = {  # (values that are honoured, what to know about the others)
     "optimizer": (("adam",), "The distributed optimizer, which this trainer always uses, can save and resume Adam's state only."),
     "attention_backend": (("auto", "flash"), "Packed sequences go through flash attention (on a CPU, through torch's SDPA)."),
@@ -48,11 +42,11 @@ VALUES: dict[str, tuple[tuple[str, ...], str]] = {  # (values that are honoured,
 
 NOT_YET_PREFIXES: tuple[str, ...] = tuple(  # kinds of model or of training that Megatron can do and this trainer does not build yet
     "num_experts moe_ expert_ mtp_ multi_latent q_lora kv_lora qk_head qk_pos v_head mla_ mamba_ hybrid_ is_hybrid dsa_ linear_ "
-    "experimental_attention num_layers_per_virtual num_virtual_stages pipeline_model_parallel_layout decoder_first decoder_last "
+    "experimental_attention pipeline_model_parallel_layout "
     "account_for hierarchical_context cp_comm fp8 fp4 use_megatron_fsdp use_torch_fsdp2 data_parallel_sharding optimizer_cpu "
     "use_precision_aware exp_avg main_params main_grads muon_ lion_ tp_comm cuda_graph enable_cuda_graph external_cuda_graph "
-    "num_distributed_optimizer overlap_p2p overlap_moe overlap_param_gather_with qk_clip qk_l2 window_ softmax_type rope_type yarn_ "
-    "rotary_scaling mrope no_rope_freq fine_grained cpu_offloading heterogeneous spec init_method use_mup tensor_parallel_num".split()
+    "num_distributed_optimizer overlap_p2p_comm_warmup overlap_moe overlap_param_gather_with qk_clip qk_l2 window_ softmax_type rope_type "
+    "yarn_ rotary_scaling mrope no_rope_freq fine_grained cpu_offloading heterogeneous spec init_method use_mup tensor_parallel_num".split()
 )
 
 CURES: dict[str, str] = {

@@ -11,6 +11,7 @@ import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -20,7 +21,7 @@ from vime.backends.megatron_utils.fused import rms_norm, swiglu
 from vime.backends.megatron_utils.layer_probe import has_transformer_engine
 from vime.backends.megatron_utils.linear import ColumnLinear, RowLinear
 
-__all__ = ["GatedMLP", "LastLayer", "RMSNorm", "layer_spec"]
+__all__ = ["GatedMLP", "LastLayer", "RMSNorm", "Router", "layer_spec"]
 
 
 class RMSNorm(torch.nn.Module):
@@ -68,23 +69,45 @@ class LastLayer(TransformerLayer):
         return super()._forward_mlp(hidden_states, inference_context, padding_mask=padding_mask, packed_seq_params=packed_seq_params)
 
 
-def layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """The decoder's submodules for `config`."""
-    if has_transformer_engine():
-        return get_gpt_decoder_block_spec(config, use_transformer_engine=True)
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
+class Router(TopKRouter):
+    """Megatron's router, whose load-balancing losses count as means over micro-batches (`step` sets their scale)."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.calculate_per_token_loss = False  # it would multiply by a number of tokens by which nothing is divided here
+
+    def _apply_expert_bias(self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
+        """Megatron's own applies the mask [T] to the last dimension of the map [T, E], which fails."""
+        super()._apply_expert_bias(routing_map if padding_mask is None else routing_map & ~padding_mask[:, None])
+
+
+def layer_spec(config: TransformerConfig, *, stage: int | None = None, last: bool = True) -> TransformerBlockSubmodules:
+    """The submodules of this pipeline rank's decoder layers, of chunk `stage` where there are several. `last`: the output layer follows."""
+    engine = has_transformer_engine()
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=engine, normalization=config.normalization, vp_stage=stage)
     for layer in spec.layer_specs:
-        layer.submodules.input_layernorm = RMSNorm
-        layer.submodules.pre_mlp_layernorm = RMSNorm
-        is_moe = getattr(layer.submodules.mlp, "func", None) is MoELayer
-        if not is_moe and config.gated_linear_unit and config.activation_func is torch.nn.functional.silu and not config.add_bias_linear:
+        mlp = layer.submodules.mlp
+        if mlp.func is MoELayer:
+            layer.submodules.mlp = partial(MoELayer, submodules=replace(mlp.keywords["submodules"], router=Router))
+        elif not engine and config.gated_linear_unit and config.activation_func is torch.nn.functional.silu and not config.add_bias_linear:
             inner = MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear)
             layer.submodules.mlp = partial(GatedMLP.as_mlp_submodule, submodules=inner)
-        attention = layer.submodules.self_attention.submodules
-        attention.core_attention = PackedCoreAttention
-        attention.linear_qkv, attention.linear_proj = ColumnLinear, RowLinear
-        if config.qk_layernorm:
-            attention.q_layernorm = RMSNorm
-            attention.k_layernorm = RMSNorm
-    layers = [*spec.layer_specs[:-1], replace(spec.layer_specs[-1], module=LastLayer)]
+        if not engine:
+            _put_ours(layer.submodules, config)
+    if engine:
+        return spec
+    layers = list(spec.layer_specs)
+    if last:
+        layers[-1] = replace(layers[-1], module=LastLayer)
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+
+
+def _put_ours(submodules: Any, config: TransformerConfig) -> None:
+    submodules.input_layernorm = RMSNorm
+    submodules.pre_mlp_layernorm = RMSNorm
+    attention = submodules.self_attention.submodules
+    attention.core_attention = PackedCoreAttention
+    attention.linear_qkv, attention.linear_proj = ColumnLinear, RowLinear
+    if config.qk_layernorm:
+        attention.q_layernorm = RMSNorm
+        attention.k_layernorm = RMSNorm

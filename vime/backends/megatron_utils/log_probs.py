@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from vime.packing.pack import KeptTokens
 
-__all__ = ["token_log_probs"]
+__all__ = ["put_together", "token_log_probs"]
 
 CHUNK_ELEMENTS_CPU = 2**18  # of one float32 chunk: 1 MiB, which a core's cache holds
 CHUNK_ELEMENTS = 2**26  # on other devices: 256 MiB, for few kernel launches
@@ -56,6 +56,26 @@ def token_log_probs(
     shard = _Shard(group, start, valid, float(temperature), rows, chunk, with_entropy, entropy_grad, kept)
     log_probs, entropy = _TokenLogProbs.apply(logits, labels, shard)
     return log_probs, entropy if with_entropy else None
+
+
+def put_together(values: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """The sum of `values` over the ranks of `group`, on each of them; None = `values`. For what all ranks then compute alike.
+
+    The gradient of a rank's `values` is that of the sum as this rank has it: the same on all ranks, so none of them must add it up.
+    """
+    return values if group is None or dist.get_world_size(group) == 1 else _PutTogether.apply(values, group)
+
+
+class _PutTogether(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        out = values.clone()
+        dist.all_reduce(out, group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
 
 
 class _Shard:

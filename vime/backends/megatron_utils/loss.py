@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812 - its usual name
 
 from vime.algorithms.sft import negative_log_likelihood
 from vime.algorithms.value_loss import clipped_value_loss
-from vime.backends.megatron_utils.log_probs import token_log_probs
+from vime.backends.megatron_utils.log_probs import put_together, token_log_probs
 from vime.backends.megatron_utils.loss_policy import LossHooks, Metrics, mean, policy_loss, required
 from vime.config.sections import AlgorithmConfig
 from vime.errors import ConfigError, HookError
@@ -39,29 +40,40 @@ def packed_log_probs(
     tp_group: dist.ProcessGroup | None = None,
     vocab_size: int | None = None,
     rows: torch.Tensor | None = None,
+    cp_group: dist.ProcessGroup | None = None,
     with_entropy: bool = False,
     entropy_grad: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(log-probs [T], entropies [T] or None) of the trained tokens of `packed`; 0 at all other positions.
 
-    `logits` [N, V / tp] are those of the positions `rows` [N] i64 (what `packed.scored_rows` gives), or [T, V / tp] of all with
-    None. Collective over `tp_group`.
+    `logits` [N, V / tp] are those of the positions `rows` [N] i64, as `model.forward_logits` gives them (T stands for padding), or
+    [T, V / tp] of all with None. Collective over `tp_group`, and over `cp_group`, whose ranks have different rows: what they compute is
+    put together, so that each has the whole, and a gradient flows back to the rank whose row it is of.
     """
+    labels, kept = packed.labels, packed.kept
+    if rows is not None:
+        inside = rows.clamp(max=packed.num_tokens - 1)
+        labels, kept = labels[inside], None if kept is None else kept.of(inside)
     log_probs, entropy = token_log_probs(
         logits,
-        packed.labels if rows is None else packed.labels[rows],
+        labels,
         tp_group=tp_group,
         temperature=temperature,
         vocab_size=vocab_size,
         rows=packed.trained_rows if rows is None else None,
         with_entropy=with_entropy,
         entropy_grad=entropy_grad,
-        kept=packed.kept if packed.kept is None or rows is None else packed.kept.of(rows),
+        kept=kept,
     )
     if rows is None:
         return log_probs, entropy
-    zeros = log_probs.new_zeros(packed.num_tokens)
-    return zeros.index_copy(0, rows, log_probs), None if entropy is None else zeros.index_copy(0, rows, entropy)
+    trained = F.pad(packed.loss_mask, (0, 1))[rows] > 0
+    zeros = log_probs.new_zeros(packed.num_tokens + 1)
+
+    def whole(values: torch.Tensor) -> torch.Tensor:
+        return put_together(zeros.index_copy(0, rows, values.where(trained, 0.0))[:-1], cp_group)
+
+    return whole(log_probs), None if entropy is None else whole(entropy)
 
 
 def loss_from_logits(
@@ -73,6 +85,7 @@ def loss_from_logits(
     tp_group: dist.ProcessGroup | None = None,
     vocab_size: int | None = None,
     rows: torch.Tensor | None = None,
+    cp_group: dist.ProcessGroup | None = None,
     hooks: LossHooks | None = None,
 ) -> tuple[torch.Tensor, Metrics]:
     """(loss scalar, metric sums) of one micro-batch; see the module's docstring for how they add up.
@@ -81,7 +94,7 @@ def loss_from_logits(
     temperature: the policy is softmax(logits / it). `vocab_size` is the size without padding columns. `packed.old_log_probs`
     None means that the policy has not been updated since it generated: old = current, detached. `hooks` are the
     user's functions; --loss-type custom_loss needs the logits of all positions (`rows` None). The metrics are detached scalars
-    with slime's names, without the prefix "train/". Collective over `tp_group`. Raises DataError when `packed` lacks what the
+    with slime's names, without the prefix "train/". Collective over both groups. Raises DataError when `packed` lacks what the
     loss needs, HookError when the user's function fails.
     """
     kind, hooks = algorithm.loss_type, hooks or LossHooks()
@@ -96,6 +109,7 @@ def loss_from_logits(
         tp_group=tp_group,
         vocab_size=vocab_size,
         rows=rows,
+        cp_group=cp_group,
         with_entropy=kind == "policy_loss",
         entropy_grad=algorithm.entropy_coef != 0,
     )

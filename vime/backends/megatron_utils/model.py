@@ -6,20 +6,20 @@ import argparse
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, scatter_to_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.argument_utils import core_transformer_config_from_args
 
+from vime.backends.megatron_utils.context_shard import context_shard
 from vime.backends.megatron_utils.layer_probe import has_transformer_engine
 from vime.backends.megatron_utils.layer_spec import layer_spec
-from vime.backends.megatron_utils.packed_params import PackedParams, computed_params, packed_params
+from vime.backends.megatron_utils.packed_params import PackedParams, computed_params, packed_params, shard_params
 from vime.packing.computed import computed_row
 from vime.packing.pack import PackedBatch
 
-__all__ = ["PackedGPTModel", "build_model", "forward_logits", "transformer_config"]
-
-ROTARY = 1  # where the rotary frequencies stand in what GPTModel._preprocess returns
+__all__ = ["PackedGPTModel", "build_model", "forward_logits", "is_last", "transformer_config"]
 
 
 class PackedGPTModel(GPTModel):
@@ -35,14 +35,21 @@ class PackedGPTModel(GPTModel):
         packed_seq_params: Any = None, padding_mask: Any = None,
     ) -> tuple[Any, ...]:  # fmt: skip
         out = super()._preprocess(input_ids, position_ids, decoder_input, inference_context, packed_seq_params, padding_mask)
+        embedded, *rest, padding_mask = out
+        if padding_mask is not None and self.config.sequence_parallel and not self.pre_process:  # Megatron does it in the first stage only
+            padding_mask = scatter_to_sequence_parallel_region(padding_mask.t().contiguous()).t().contiguous()
+        if embedded is not None and torch.is_grad_enabled() and self.config.recompute_granularity == "full":
+            embedded.requires_grad_()  # recomputed layers learn nothing behind an embedding that is frozen
         if packed_seq_params is None or packed_seq_params.qkv_format != "sbhd":
-            return out
-        frequencies = out[ROTARY].index_select(0, position_ids.flatten())
-        if packed_seq_params.plan is not None:  # on the CPU the core attention rotates (`attention.PackedCoreAttention`)
+            return embedded, *rest, padding_mask
+        if self.config.context_parallel_size > 1:  # all positions, not those that Megatron would cut out for this rank
+            rest[0] = self.rotary_pos_emb(packed_seq_params.max_seqlen_q, packed_seq=True)
+        frequencies = rest[0].index_select(0, position_ids.flatten())
+        if frequencies.device.type == "cpu":  # there the core attention rotates (`attention.PackedCoreAttention`)
             angles = frequencies.squeeze(1)
             packed_seq_params.rotary = (angles.cos(), angles[..., : angles.shape[-1] // 2].sin())
             frequencies = None
-        return (*out[:ROTARY], frequencies, *out[ROTARY + 1 :])
+        return embedded, frequencies, *rest[1:], padding_mask
 
 
 def transformer_config(args: argparse.Namespace) -> TransformerConfig:
@@ -57,13 +64,24 @@ def transformer_config(args: argparse.Namespace) -> TransformerConfig:
     return config
 
 
-def build_model(args: argparse.Namespace, config: TransformerConfig) -> PackedGPTModel:
-    """The whole model of this rank (its tensor-parallel shard), on the current device, in `config.params_dtype`."""
+def build_model(args: argparse.Namespace, config: TransformerConfig) -> list[PackedGPTModel]:
+    """This rank's share of the model, on the current device, in `config.params_dtype`: its chunks, in the order in which they are computed.
+
+    One, or several with an interleaved pipeline (--num-layers-per-virtual-pipeline-stage).
+    """
+    chunks = config.virtual_pipeline_model_parallel_size
+    return [_build_chunk(args, config, None if chunks is None else stage) for stage in range(chunks or 1)]
+
+
+def _build_chunk(args: argparse.Namespace, config: TransformerConfig, stage: int | None) -> PackedGPTModel:
+    last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage)
     model = PackedGPTModel(
         config,
-        layer_spec(config),
+        layer_spec(config, stage=stage, last=last),
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+        post_process=last,
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
         position_embedding_type="rope",
         rotary_percent=args.rotary_percent,
@@ -71,28 +89,66 @@ def build_model(args: argparse.Namespace, config: TransformerConfig) -> PackedGP
         rope_scaling=args.use_rope_scaling,
         rope_scaling_factor=args.rope_scaling_factor,
         seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
+        vp_stage=stage,
     )
-    model.output_layer.sequence_parallel = False  # `_logits_at` gathers the sequence, chooses rows, and then calls it
+    if last:
+        model.output_layer.sequence_parallel = False  # `_logits_at` gathers the sequence, chooses rows, and then calls it
     return model.to(torch.cuda.current_device()) if torch.cuda.is_available() else model
 
 
-def forward_logits(model: torch.nn.Module, packed: PackedBatch, rows: torch.Tensor | None = None) -> torch.Tensor:
-    """Logits [N, padded vocabulary / tensor parallel] at the positions `rows` [N >= 1] i64 of `packed`; None = at all T.
+def forward_logits(
+    model: torch.nn.Module, packed: PackedBatch, wanted: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(logits [N, padded vocabulary / tensor parallel], which places of `packed` they belong to, [N] i64 or None for all T).
 
-    Only for these does the output layer run; on the CPU nothing is computed that they do not look at, and equal prompts are
-    computed once (`packing.computed`). Collective over the tensor-parallel group.
+    `wanted` [N >= 1] i64 says for which places; None = for all. Only for these does the output layer run; on the CPU nothing is
+    computed of a dense model that they do not look at, and equal prompts are computed once (`packing.computed`). A context-parallel
+    rank gives those of its own places, T standing for padding, and one that is not wanted where it has none. A pipeline stage that
+    is not the last gives its hidden states. Collective over all ranks that share the micro-batch.
     """
     config: TransformerConfig = model.config  # type: ignore[assignment]
+    thd = has_transformer_engine()
+    if config.context_parallel_size > 1:
+        rank, multiple = parallel_state.get_context_parallel_rank(), config.tensor_model_parallel_size if config.sequence_parallel else 1
+        shard = context_shard(packed, rank=rank, size=config.context_parallel_size, multiple_of=multiple)
+        rows = None if wanted is None else shard.rows(wanted)
+        padding = shard.at == packed.num_tokens
+        out = _run(model, shard.tokens, shard.position_ids, shard_params(shard, thd=thd), rows, padding)
+        return out, shard.at if rows is None else shard.at[rows]
     drops = model.training and (config.hidden_dropout > 0 or config.attention_dropout > 0)  # samples share no dropped unit
-    if rows is None or drops or config.sequence_parallel or packed.tokens.device.type != "cpu":
-        params = packed_params(packed, thd=has_transformer_engine())
-        return _run(model, packed.tokens, packed.position_ids, params, rows)
-    computed = computed_row(packed, rows)
-    return _run(model, computed.tokens, computed.position_ids, computed_params(computed), None)[: len(rows)]
+    routes = config.num_moe_experts is not None  # the router's statistics are of all tokens
+    if wanted is None or drops or routes or config.sequence_parallel or packed.tokens.device.type != "cpu":
+        padding = packed.sequence_ids < 0
+        return _run(model, packed.tokens, packed.position_ids, packed_params(packed, thd=thd), wanted, padding), wanted
+    computed = computed_row(packed, wanted)
+    out = _run(model, computed.tokens, computed.position_ids, computed_params(computed), None, None)
+    return out[: len(wanted)] if is_last(model) else out, wanted
 
 
-def _run(model: torch.nn.Module, tokens: torch.Tensor, positions: torch.Tensor, params: PackedParams, rows: torch.Tensor | None) -> Any:
-    return model(tokens[None], positions[None], None, packed_seq_params=params, output_processor=_logits_at, output_processor_context=rows)
+def is_last(model: torch.nn.Module) -> bool:
+    """This chunk of the model gives logits."""
+    return bool(getattr(model, "module", model).post_process)
+
+
+def _run(
+    model: torch.nn.Module,
+    tokens: torch.Tensor,
+    positions: torch.Tensor,
+    params: PackedParams,
+    rows: torch.Tensor | None,
+    padding: torch.Tensor | None,
+) -> torch.Tensor:
+    config: TransformerConfig = model.config  # type: ignore[assignment]
+    excluded = padding[None] if padding is not None and config.num_moe_experts is not None else None
+    return model(
+        tokens[None],
+        positions[None],
+        None,
+        packed_seq_params=params,
+        padding_mask=excluded,
+        output_processor=_logits_at,
+        output_processor_context=rows,
+    )
 
 
 def _logits_at(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -20,8 +21,10 @@ from vime.errors import ConfigError
 __all__ = ["build_optimizer", "build_schedule", "planned_steps", "wrap_data_parallel"]
 
 
-def wrap_data_parallel(args: argparse.Namespace, config: TransformerConfig, model: torch.nn.Module) -> DistributedDataParallel:
-    """The model with gradient buffers that are summed over the data-parallel ranks."""
+def wrap_data_parallel(
+    args: argparse.Namespace, config: TransformerConfig, chunks: Sequence[torch.nn.Module]
+) -> list[DistributedDataParallel]:
+    """The model's chunks with gradient buffers that are summed over the data-parallel ranks."""
     known = {f.name for f in dataclasses.fields(DistributedDataParallelConfig)}
     values = {name: value for name, value in vars(args).items() if name in known}
     values |= {
@@ -31,12 +34,12 @@ def wrap_data_parallel(args: argparse.Namespace, config: TransformerConfig, mode
         "bucket_size": args.ddp_bucket_size,
         "average_in_collective": False,
     }
-    wrapped = DistributedDataParallel(config, DistributedDataParallelConfig(**values), model)
+    ddp = DistributedDataParallelConfig(**values)
+    # As in Megatron's own training: only the first chunk's buckets are small enough to overlap with its backward pass.
+    wrapped = [DistributedDataParallel(config, ddp, chunk, disable_bucketing=number > 0) for number, chunk in enumerate(chunks)]
     config.finalize_model_grads_func = _sum_gradients
     if args.overlap_grad_reduce:
-        config.no_sync_func = wrapped.no_sync
-    if args.overlap_param_gather:
-        config.param_sync_func = wrapped.start_param_sync
+        config.no_sync_func = wrapped[0].no_sync if len(wrapped) == 1 else [chunk.no_sync for chunk in wrapped]
     return wrapped
 
 
@@ -45,12 +48,12 @@ def _sum_gradients(model: list[torch.nn.Module], num_tokens: Any = None, **group
     finalize_model_grads(model, None, **groups)
 
 
-def build_optimizer(args: argparse.Namespace, config: TransformerConfig, model: DistributedDataParallel) -> MegatronOptimizer:
+def build_optimizer(args: argparse.Namespace, config: TransformerConfig, chunks: Sequence[DistributedDataParallel]) -> MegatronOptimizer:
     """Megatron's optimizer (distributed over the data-parallel ranks unless told otherwise)."""
     use_fused_layout_adam()
     known = {f.name for f in dataclasses.fields(OptimizerConfig)}
     optimizer_config = OptimizerConfig(**{name: value for name, value in vars(args).items() if name in known})
-    optimizer = get_megatron_optimizer(optimizer_config, [model], get_standard_config_overrides(config=optimizer_config))
+    optimizer = get_megatron_optimizer(optimizer_config, list(chunks), get_standard_config_overrides(config=optimizer_config))
     config.grad_scale_func = None
     return optimizer
 

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
+from vime.backends.megatron_utils.context_shard import ContextShard
 from vime.packing.computed import ComputedRow
 from vime.packing.pack import PackedBatch
 
-__all__ = ["AttentionPlan", "PackedParams", "Rectangle", "attention_plan", "computed_params", "packed_params"]
+__all__ = ["AttentionPlan", "PackedParams", "Rectangle", "attention_plan", "computed_params", "packed_params", "shard_params"]
 
 PADDING_ALLOWED = 1.25  # padded rows per real row within one group of rows
 LONGEST_TREE = 512  # tokens: a tree has a mask of their square
@@ -58,6 +59,7 @@ class PackedParams(PackedSeqParams):
     plan: AttentionPlan | None = None
     rotary: tuple[torch.Tensor, torch.Tensor] | None = None  # cosines [T, 1, D] and sines [T, 1, D / 2] for the CPU kernel
     rows: torch.Tensor | None = None  # [N] i64: the only ones that the last layer hands on (`layer_spec.LastLayer`); None = all
+    shard: ContextShard | None = None  # with context parallelism: what this rank has of the pack
 
 
 def attention_plan(cu_seqlens: torch.Tensor, source: torch.Tensor | None = None) -> AttentionPlan:
@@ -174,4 +176,16 @@ def computed_params(computed: ComputedRow) -> PackedParams:
         max_seqlen_kv=longest,
         plan=attention_plan(cu_seqlens, computed.source),
         rows=computed.rows,
+    )
+
+
+def shard_params(shard: ContextShard, *, thd: bool) -> PackedParams:
+    """Megatron's view of a context-parallel rank's share. `thd`: for Transformer Engine's layers, which gather keys themselves."""
+    return PackedParams(
+        qkv_format="thd" if thd else "sbhd",
+        cu_seqlens_q=shard.cu_padded,
+        cu_seqlens_kv=shard.cu_padded,
+        max_seqlen_q=shard.longest,
+        max_seqlen_kv=shard.longest,
+        shard=shard,
     )

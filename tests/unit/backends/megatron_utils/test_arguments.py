@@ -128,9 +128,8 @@ def test_the_options_that_this_trainer_would_ignore_say_so() -> None:
 @pytest.mark.parametrize(
     ("tokens", "message"),
     [
-        (["--pipeline-model-parallel-size", "2"], "not available yet"),
-        (["--context-parallel-size", "2"], "not available yet"),
-        (["--expert-model-parallel-size", "2"], "not available yet"),
+        (["--pipeline-model-parallel-layout", "Et|tL"], "not available yet"),
+        (["--hierarchical-context-parallel-sizes", "2"], "not available yet"),
         (["--data-path", "x"], "no effect here"),
         (["--optimizer", "sgd"], "only adam"),
         (["--attention-backend", "unfused"], "only auto, flash"),
