@@ -17,12 +17,13 @@ __all__ = ["main"]
 
 def main(argv: Sequence[str]) -> int:
     """Run `vime train`; exit code 0. Raises VimeError, OSError, KeyboardInterrupt."""
-    from vime.config.help import help_text
+    from vime.config.help import help_text, topic_text
     from vime.config.show import shown
     from vime.utils.arguments import parse_args
 
-    if "--help" in argv or "-h" in argv:
-        print(help_text())
+    topic = help_topic(argv)
+    if topic is not None:
+        print(topic_text(topic) if topic else help_text())
         return 0
     flags = [token for token in argv if token not in ("--print-config", "--dry-run")]
     if os.getcwd() not in sys.path:
@@ -41,6 +42,17 @@ def main(argv: Sequence[str]) -> int:
         signal.signal(number, _interrupt)
     train(config)
     return 0
+
+
+def help_topic(argv: Sequence[str]) -> str | None:
+    """What help is asked about: "" for everything, None when it is not asked for. --help=X and --help X are the same."""
+    for i, token in enumerate(argv):
+        if token.startswith("--help="):
+            return token.removeprefix("--help=")
+        if token in ("--help", "-h"):
+            after = argv[i + 1 : i + 2]
+            return after[0] if after and (i == 0 or not after[0].startswith("-")) else ""
+    return None
 
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ COMMANDS: dict[str, Command] = {
     "convert": Command(help="convert weights between a Hugging Face folder and a Megatron checkpoint", target="vime.cli.convert:main"),
     "plan": Command(help="say what a run will be and whether it fits, without starting it", target="vime.cli.plan:main"),
     "migrate": Command(help="turn a launch script of slime's or Vime's into our command", target="vime.cli.migrate:main"),
+    "completion": Command(help="print a completion script: vime completion bash, or zsh", target="vime.cli.completion:main"),
 }
 
 
@@ -81,6 +83,9 @@ def _run(command: Command, argv: list[str]) -> int:
     except VimeError as error:
         print(f"vime: {type(error).__name__}: {error}", file=sys.stderr)
         return error.exit_code
+    except BrokenPipeError:  # who reads our output has closed it: vime train --help | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except OSError as error:
         again = " Mend that and run the same command again: it resumes from the last commit." if command.resumes else ""
         print(f"vime: {type(error).__name__}: {error}.{again}", file=sys.stderr)

@@ -13,7 +13,7 @@ from vime.config.renamed import GONE, RENAMED, explained
 
 __all__ = ["DRIVER_FLAGS", "Names", "with_prefix"]
 
-DRIVER_FLAGS = ("--config", "--print-config", "--help")  # of `vime train` itself
+DRIVER_FLAGS = ("--config", "--print-config", "--dry-run", "--help")  # of `vime train` itself
 
 _PREFIXES = ("--no-vllm-", "--vllm-router-", "--vllm-", "--no-router-", "--router-", "--sglang-router-", "--sglang-", "--megatron-", "--")
 _TENSOR_PARALLEL = (

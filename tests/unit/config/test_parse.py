@@ -3,9 +3,8 @@
 import pytest
 
 from vime.config import RunConfig
-from vime.config.help import help_text
 from vime.config.names import NameIndex
-from vime.config.parse import flag_table, own_flags, parse_own
+from vime.config.parse import own_flags, parse_own
 from vime.config.split import OwnedTokens, by_owner, read_tokens
 
 REQUIRED = [("--rollout-batch-size", ["4"])]
@@ -122,11 +121,6 @@ def test_a_switch_can_be_taken_back_and_counts_as_not_given_then():
 
 def test_a_negated_flag_switches_its_field_off():
     assert parse_own([*REQUIRED, ("--disable-grpo-std-normalization", [])]).sections["algorithm"].grpo_std_normalization is False
-
-
-def test_help_names_every_flag_with_its_doc():
-    text = help_text()
-    assert all(flag in text and spec.doc in text for flag, (_, spec) in flag_table().items())
 
 
 def test_args_view_is_flat_and_read_only():

@@ -47,20 +47,26 @@ def edits(name: str, rng: random.Random) -> Iterator[str]:
     yield name + rng.choice(LETTERS)
 
 
-def test_each_flag_of_ours_one_edit_away_is_caught_and_the_right_one_is_suggested() -> None:
-    flags, rng, walked = own_flags(), random.Random(0), 0
-    index = NameIndex(flags)
+def edited_flags() -> Iterator[tuple[str, str]]:
+    """(a flag of ours, the same one edit away, which is no other flag of ours)."""
+    flags, rng = own_flags(), random.Random(0)
     for flag in flag_table():
-        for wrong in set(edits(flag, rng)) - set(flags):
-            walked += 1
-            given, problems = read_tokens(["--rollout-stop", "a", "b", wrong, "1"], index)
-            if problems:  # it does not even look like a flag
-                assert any(flag in problem for problem in problems), (flag, wrong, problems)
-                continue
-            (_, other) = given
-            assert by_owner([other], flags).own == [], (flag, wrong)
-            said = NAMES.explain(other.flag)
-            assert f"{flag} (vime, " in said, (flag, wrong, said)
+        yield from ((flag, wrong) for wrong in sorted(set(edits(flag, rng)) - set(flags)))
+
+
+def test_each_flag_of_ours_one_edit_away_is_caught_and_the_right_one_is_suggested() -> None:
+    flags, walked = own_flags(), 0
+    index = NameIndex(flags)
+    for flag, wrong in edited_flags():
+        walked += 1
+        given, problems = read_tokens(["--rollout-stop", "a", "b", wrong, "1"], index)
+        if problems:  # it does not even look like a flag
+            assert any(flag in problem for problem in problems), (flag, wrong, problems)
+            continue
+        (_, other) = given
+        assert by_owner([other], flags).own == [], (flag, wrong)
+        said = NAMES.explain(other.flag)
+        assert f"{flag} (vime, " in said, (flag, wrong, said)
     assert walked > 50 * len(flag_table())
 
 

@@ -102,7 +102,6 @@ def check_vllm(tokens: Sequence[str]) -> list[str]:
     if cache.accepted(rest):
         return problems
     parser = _vllm_parser()
-    _remember(parser, _vllm_refusals(), "vllm")
     refused = _spelled(parse_all(parser, rest, underscores=True)[1], "vllm")
     if not refused:
         cache.store(rest)
@@ -115,7 +114,6 @@ def check_router(tokens: Sequence[str]) -> list[str]:
 
     problems, rest = _owned(tokens, _refusals(OWNED_ROUTER), "router")
     parser = _router_parser()
-    _remember(parser, _refusals(OWNED_ROUTER), "router")
     problems += _spelled(parse_all(parser, rest)[1], "router")
     if problems:
         return problems
@@ -180,14 +178,12 @@ def _router_parser() -> argparse.ArgumentParser:
 
 
 def _list_options(owner: str) -> list[Option]:
-    """The options of a parser that is not remembered, which is remembered now."""
+    """The options of a parser; they are remembered."""
     if owner == "vllm":
-        return _remember(_vllm_parser(), _vllm_refusals(), owner)
-    return _remember(_router_parser(), _refusals(OWNED_ROUTER), owner)
-
-
-def _remember(parser: argparse.ArgumentParser, refused: Mapping[str, str], owner: str) -> list[Option]:
-    options = describe(parser, refused)
+        sys.argv = ["vllm", "--help"]  # vLLM reads its options' descriptions only then, for that takes seconds
+        options = describe(_vllm_parser(), _vllm_refusals())
+    else:
+        options = describe(_router_parser(), _refusals(OWNED_ROUTER))
     store_options(owner, OWNERS[owner].key(), options)
     return options
 
