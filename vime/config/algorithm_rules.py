@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from vime.config.estimators import ESTIMATORS
 from vime.config.run import RunConfig
@@ -13,8 +13,9 @@ LOSS_FIELDS = tuple(
     (  # what only --loss-type policy_loss reads, or a loss of the user's own
         "advantage_estimator rewards_normalization grpo_std_normalization custom_advantage_function_path gamma lambd kl_coef "
         "normalize_advantages eps_clip eps_clip_high eps_clip_c entropy_coef use_rollout_logprobs use_kl_loss ref_load "
-        "ref_update_interval use_unbiased_kl custom_pg_loss_reducer_function_path get_mismatch_metrics use_tis tis_clip tis_clip_low "
-        "tis_mode tis_level custom_tis_function_path use_rs rs_level rs_lower_bound rs_upper_bound rs_veto_threshold use_opsm opsm_delta "
+        "ref_update_interval use_unbiased_kl custom_pg_loss_reducer_function_path get_mismatch_metrics use_tis tis_clip "
+        "tis_clip_low tis_mode tis_level tis_batch_normalize custom_tis_function_path use_rs rs_level rs_lower_bound "
+        "rs_upper_bound rs_veto_threshold use_opsm opsm_delta use_rollout_entropy use_routing_replay use_rollout_routing_replay "
         "use_opd opd_type opd_kl_coef opd_teacher_load overlong_buffer_len overlong_penalty_factor"
     ).split()
 )
@@ -26,7 +27,16 @@ def _estimator(trait: str) -> Callable[[RunConfig], bool]:
 
 
 def _with(trait: str) -> str:
-    return " or ".join(name for name, traits in ESTIMATORS.items() if getattr(traits, trait))
+    return _either(name for name, traits in ESTIMATORS.items() if getattr(traits, trait))
+
+
+def _without(trait: str) -> str:
+    return "with --advantage-estimator " + _either(name for name, traits in ESTIMATORS.items() if not getattr(traits, trait))
+
+
+def _either(names: Iterable[str]) -> str:
+    *most, last = names
+    return f"{', '.join(most)} or {last}" if most else last
 
 
 def _reads_reference(config: RunConfig) -> bool:
@@ -45,20 +55,25 @@ ALGORITHM_EFFECTS: tuple[tuple[str, Callable[[RunConfig], bool], str], ...] = (
     (
         "kl_coef",
         _estimator("token_kl"),
-        f"with this --advantage-estimator, which has no token rewards: say --use-kl-loss --kl-loss-coef, or use {_with('token_kl')}.",
+        f"{_without('token_kl')}, which give no reward to single tokens: say --use-kl-loss --kl-loss-coef, or use {_with('token_kl')}.",
     ),
-    ("gamma", _estimator("discounts"), f"with this --advantage-estimator: leave it out, or use {_with('discounts')}."),
-    ("lambd", _estimator("critic"), f"with this --advantage-estimator, which has no critic: leave it out, or use {_with('critic')}."),
-    ("eps_clip_c", _estimator("dual_clip"), "with this --advantage-estimator, which clips weights and not updates: leave it out."),
+    ("gamma", _estimator("discounts"), f"{_without('discounts')}: leave it out, or use {_with('discounts')}."),
+    ("lambd", _estimator("critic"), f"{_without('critic')}, which have no critic: leave it out, or use {_with('critic')}."),
+    ("eps_clip_c", _estimator("dual_clip"), f"{_without('dual_clip')}, which clips weights and not updates: leave it out."),
     (
         "grpo_std_normalization",
         _estimator("divides"),
-        f"with this --advantage-estimator, which never divides by it: leave it out, or use {_with('divides')}.",
+        f"{_without('divides')}, which never divide by it: leave it out, or use {_with('divides')}.",
     ),
     (
         "rewards_normalization",
         _estimator("compares"),
-        f"with this --advantage-estimator, which compares nothing in groups: leave it out, or use {_with('compares')}.",
+        f"{_without('compares')}, which compare nothing in groups: leave it out, or use {_with('compares')}.",
+    ),
+    (
+        "normalize_advantages",
+        lambda c: c.algorithm.custom_advantage_function_path is not None,
+        "with --custom-advantage-function-path, whose advantages are taken as they are: leave it out.",
     ),
     (
         "kl_loss_type",
@@ -68,7 +83,7 @@ ALGORITHM_EFFECTS: tuple[tuple[str, Callable[[RunConfig], bool], str], ...] = (
     ("use_unbiased_kl", lambda c: not c.algorithm.use_kl_loss, "without --use-kl-loss: leave it out, or add that with --kl-loss-coef."),
     ("ref_update_interval", lambda c: not _reads_reference(c), "without --use-kl-loss or --kl-coef: there is no reference. Leave it out."),
     (
-        "tis_mode tis_level",
+        "tis_mode tis_level tis_batch_normalize",
         lambda c: not c.algorithm.use_tis or c.algorithm.custom_tis_function_path is not None,
         "without --use-tis, or with a --custom-tis-function-path that replaces it: leave it out.",
     ),

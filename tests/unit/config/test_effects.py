@@ -23,6 +23,18 @@ SFT = {
 }
 
 
+ALWAYS = frozenset(  # fields that some part of every run reads, or that the user's own functions and rows decide about
+    (
+        "device colocate hf_checkpoint prompt_data input_key label_key metadata_key tool_key multimodal_keys apply_chat_template "
+        "apply_chat_template_kwargs bad_row_policy rollout_shuffle rollout_seed num_rollout num_epoch rollout_batch_size "
+        "n_samples_per_prompt global_batch_size num_steps_per_rollout use_dynamic_batch_size max_tokens_per_gpu data_source_path "
+        "buffer_filter_path rollout_function_path rollout_max_context_len rollout_max_prompt_len rollout_deadline "
+        "custom_reward_post_process_path custom_convert_samples_to_train_data_path eval_prompt_data eval_config "
+        "compute_advantages_and_returns save load use_tensorboard use_wandb log_samples log_dir log_passrate log_multi_turn "
+        "log_reward_category log_correct_samples custom_rollout_log_function_path debug_train_only debug_rollout_only "
+        "load_debug_rollout_data dump_details"
+    ).split()
+)
 EVAL = {"eval_prompt_data": ["held", "held.jsonl"]}
 
 
@@ -117,6 +129,14 @@ def test_the_table_names_fields_and_flags_that_exist():
         assert set(re.findall(r"--[a-z][\w-]*", entry.why)) <= set(flags), entry
 
 
+def test_each_field_is_in_the_table_or_read_by_every_run():
+    listed = {name for entry in _UNUSED for name in entry.fields}
+    known = {spec.name for section in SECTIONS.values() for spec in flag_specs(section)}
+    assert known >= ALWAYS, f"gone, take them off the list: {sorted(ALWAYS - known)}"
+    assert not ALWAYS & listed, f"in the table now, take them off the list: {sorted(ALWAYS & listed)}"
+    assert not known - listed - ALWAYS, f"when does nobody read these? Say it in effects.py: {sorted(known - listed - ALWAYS)}"
+
+
 def test_every_setting_of_the_table_can_be_and_not_be(valid):
     runs = [
         valid,
@@ -126,7 +146,7 @@ def test_every_setting_of_the_table_can_be_and_not_be(valid):
         change(valid, **EVAL, eval_temperature=0.0, num_rollout=0, rollout_function_path="a.b", rm_type="remote_rm", lora_rank=8),
         change(valid, partial_rollout=True, max_weight_staleness=1, use_fault_tolerance=True, device="cuda", advantage_estimator="ppo"),
         change(valid, advantage_estimator="cispo", use_tis=True, use_opsm=True, use_opd=True, overlong_buffer_len=8),
-        change(valid, use_tis=True, tis_mode="clip", use_rs=True, calculate_per_token_loss=True),
+        change(valid, use_tis=True, tis_mode="clip", use_rs=True, calculate_per_token_loss=True, custom_advantage_function_path="a.b"),
         change(valid, update_weight_transport="disk", update_weight_mode="delta", load_debug_rollout_data="x", dump_details="x"),
     ]
     for entry in _UNUSED:
