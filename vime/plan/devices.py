@@ -39,7 +39,7 @@ class Programs:
     manager: int  # RolloutManager
     router: int
     trainer: int  # host memory
-    engine: int  # host memory: API server, engine core and one worker
+    engine: int  # host memory: API server, engine core, one worker, and the Ray actor that owns them
     engine_worker: int  # each further worker of an engine
     trainer_device: int  # GPU memory: CUDA context and communicators
     engine_device: int
@@ -49,13 +49,13 @@ class Programs:
 # /proc/PID/smaps_rollup during its run on a machine of two cores; the engine's without its 1 GiB of KV cache. Pages of the libraries
 # that several processes share are counted once, with the driver (400 MiB).
 PROGRAMS_CPU = Programs(
-    driver=790 * MIB,
-    ray=300 * MIB,
-    manager=435 * MIB,
-    router=45 * MIB,
-    trainer=470 * MIB,
-    engine=1720 * MIB,
-    engine_worker=570 * MIB,
+    driver=795 * MIB,
+    ray=295 * MIB,
+    manager=475 * MIB,
+    router=80 * MIB,
+    trainer=480 * MIB,
+    engine=1950 * MIB,
+    engine_worker=770 * MIB,
     trainer_device=0,
     engine_device=0,
 )

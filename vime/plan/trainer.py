@@ -146,12 +146,13 @@ def train_items(s: Settings, stage: int) -> list[Item]:
     if last:
         items += logits_items(s, tokens)
     items.append(_item("backward workspace", int(tokens * size * _workspace(s)) + (_table(s) if last or stage == 0 else 0)))
-    update = _update(s, stage)
-    if s.cpu:
-        # glibc gives freed blocks below 32 MiB not back to the system: the update's come on top
-        return [*items, _item("optimizer workspace", update)]
-    in_step = [_item("optimizer workspace", update)]
-    return items if sum(i.num_bytes for i in items) >= update else in_step
+    if not s.cpu:
+        update = _item("optimizer workspace", _update(s, stage))
+        return items if sum(i.num_bytes for i in items) >= update.num_bytes else [update]
+    # gloo's reductions and gathers work on a copy of the whole buffer; and glibc gives freed blocks below 32 MiB, as most activations
+    # are, not back to the system: what comes after the backward pass comes on top of them
+    copy = max(_update(s, stage), stage_weights(s, stage).all * s.grad_bytes)
+    return [*items, _item("copy in a collective", copy)]
 
 
 def _update(s: Settings, stage: int) -> int:
