@@ -65,9 +65,9 @@ def cache(s: Settings) -> Cache:
 def awake(s: Settings) -> list[Item]:
     """Everything that an engine's GPU holds while it generates, without its context."""
     return [
-        _item("engine weights", engine_weights(s)),
+        _item("weights", engine_weights(s)),
         _item("KV cache", max(0, cache(s).num_bytes)),
-        *([] if s.cpu else [_item("engine workspace", workspace(s)), _item("CUDA graphs", graphs(s))]),
+        *([] if s.cpu else [_item("workspace", workspace(s)), _item("CUDA graphs", graphs(s))]),
     ]
 
 

@@ -182,6 +182,9 @@ def hosts(s: Settings, *, exports: bool, saves: bool) -> list[Footprint]:
         if s.colocate and s.offload_train:
             moved = sum(total([i for i in trainer.held(s, stage) if i.name != "gradients"]) for stage in stages)
             items.append(Item(role="trainer", name="offloaded state (pinned)", num_bytes=moved))
+        if s.roles and here:
+            waiting = sum(trainer.role_weights(s, stage).num_bytes for stage in stages)
+            items.append(Item(role="trainer", name="weights of other roles (pinned)", num_bytes=waiting))
         if saves and here:
             copies = sum(total([i for i in trainer.held(s, stage) if i.name in ("weights", "optimizer")]) for stage in stages)
             items.append(Item(role="trainer", name="checkpoint being written", num_bytes=copies))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from vime.plan.search import Offer
 __all__ = ["as_json", "as_text"]
 
 GIB, MIB = 2**30, 2**20
-SHOWN = 12  # processes listed one by one
+SHOWN = 4  # processes of one role listed one by one
 
 
 def as_text(plan: Plan, offers: Sequence[Offer], not_runnable: Sequence[str]) -> str:
@@ -100,13 +101,15 @@ def _device(plan: Plan) -> str:
 
 def _processes(plan: Plan) -> Iterator[str]:
     yield "processes"
-    shown = plan.processes if len(plan.processes) <= SHOWN else plan.processes[:SHOWN]
-    for process in shown:
-        gpus = "" if not process.gpus else f", GPU {_range(process.gpus)}"
-        place = " ".join(f"{name}{number}" for name, number in process.coordinates.items())
-        yield f"  {process.name:<16} node {process.node}{gpus}{'   ' + place if place else ''}"
-    if len(plan.processes) > SHOWN:
-        yield f"  ... and {len(plan.processes) - SHOWN} more (--json lists all)"
+    for _, group in itertools.groupby(plan.processes, key=lambda process: process.role):
+        same = list(group)
+        shown = same if len(same) <= SHOWN else same[: SHOWN - 1]
+        for process in shown:
+            gpus = "" if not process.gpus else f", GPU {_range(process.gpus)}"
+            place = " ".join(f"{name}{number}" for name, number in process.coordinates.items())
+            yield f"  {process.name:<16} node {process.node}{gpus}{'   ' + place if place else ''}"
+        if len(same) > len(shown):
+            yield f"  ... to {same[-1].name} (--json lists all)"
 
 
 def _range(numbers: Sequence[int]) -> str:
@@ -133,7 +136,7 @@ def _table(footprint: Footprint) -> Iterator[str]:
     phases = list(footprint.phases)
     yield "    " + " " * 44 + "".join(f"{phase:>12}" for phase in phases)
     for (role, name), sizes in rows.items():
-        yield f"    {role + ' ' + name:<44}" + "".join(f"{_sized(sizes[p]) if p in sizes else '-':>12}" for p in phases)
+        yield f"    {role + ': ' + name:<44}" + "".join(f"{_sized(sizes[p]) if p in sizes else '-':>12}" for p in phases)
     yield f"    {'total':<44}" + "".join(f"{_sized(total(list[Item](footprint.phases[p]))):>12}" for p in phases)
 
 

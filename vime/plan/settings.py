@@ -67,7 +67,7 @@ class Settings:
     recompute_layers: int  # with full: layers of one recomputed unit, or layers that are recomputed
     recompute_modules: tuple[str, ...]  # with selective
     vocab_multiple: int
-    reference: bool
+    roles: int  # further sets of weights (reference, teacher) that wait in host memory
     whole_logits: bool  # of all positions, not only of the trained ones
     # batches
     prompts: int
@@ -139,7 +139,7 @@ def settings_of(config: RunConfig, options: PlanOptions) -> Settings:
     model = read_model(config.model.hf_checkpoint)
     cpu = config.cluster.device == "cpu"
     machine = _machine(cpu, options)
-    cluster, data, engine = config.cluster, config.data, _Tokens(config.vllm_tokens)
+    alg, cluster, data, engine = config.algorithm, config.cluster, config.data, _Tokens(config.vllm_tokens)
     train, generate = not config.debug.debug_rollout_only, not config.debug.debug_train_only
     engines = config.num_engines
     if cluster.colocate and cluster.rollout_num_gpus is None:
@@ -168,8 +168,8 @@ def settings_of(config: RunConfig, options: PlanOptions) -> Settings:
         distributed_optimizer=True,  # the trainer always uses it
         **_recompute(config.megatron),
         vocab_multiple=int(config.megatron.get("make_vocab_size_divisible_by") or 128),
-        reference=config.algorithm.use_kl_loss,
-        whole_logits=config.algorithm.loss_type == "custom_loss",
+        roles=int(alg.use_kl_loss or alg.kl_coef != 0) + int(config.model.opd_teacher_load is not None),
+        whole_logits=alg.loss_type == "custom_loss",
         prompts=data.rollout_batch_size or 1,
         samples=data.n_samples_per_prompt,
         steps=max(1, min(steps, rollouts)),

@@ -51,7 +51,7 @@ def stage_weights(s: Settings, stage: int) -> StageWeights:
 
 
 def held(s: Settings, stage: int) -> list[Item]:
-    """Weights, gradients and optimizer state of one rank.
+    """Weights, gradients and optimizer state of one rank; on a CPU also the sets of weights of other roles.
 
     Mixed precision with Adam: 2 bytes a weight, 2 or 4 its gradient, 4 + 8 its master copy and moments, these divided over the
     ranks that hold the same weights (ZeRO stage 1, arXiv:1910.02054, section 5.1). In float32 the weight is its own master copy.
@@ -64,9 +64,14 @@ def held(s: Settings, stage: int) -> list[Item]:
         _item("gradients", w.all * s.grad_bytes),
         _item("optimizer", per_weight * (-(-w.dense // shares[0]) + -(-w.expert // max(1, shares[1])))),
     ]
-    if s.reference:
-        items.append(_item("reference weights", w.all * s.param_bytes))
+    if s.cpu and s.roles:
+        items.append(role_weights(s, stage))
     return items
+
+
+def role_weights(s: Settings, stage: int) -> Item:
+    """Reference and teacher: each a copy of a rank's weights in host memory, which changes places with them while it is used."""
+    return _item("weights of other roles", s.roles * stage_weights(s, stage).all * s.param_bytes)
 
 
 def activation_numbers(s: Settings, layer: int) -> float:

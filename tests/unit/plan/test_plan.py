@@ -9,7 +9,7 @@ import pytest
 
 from tests.unit.plan.configs import settings
 from vime.errors import ConfigError
-from vime.plan import engine
+from vime.plan import engine, trainer
 from vime.plan.footprint import Footprint
 from vime.plan.placement import devices, hosts, processes
 from vime.plan.plan import engine_advice, make_plan, refusals
@@ -55,7 +55,7 @@ def test_colocated_each_phase_holds_its_own(tmp_path: Path) -> None:
     assert ("trainer", "optimizer") not in rollout
     assert ("engine", "KV cache") in rollout
     assert ("trainer", "weights") in sync
-    assert ("engine", "engine weights") in sync
+    assert ("engine", "weights") in sync
     assert ("engine", "KV cache") not in sync
     kept = replace(s, offload_train=False)
     assert ("trainer", "optimizer") in phase(devices(kept)[0], "rollout")
@@ -171,6 +171,18 @@ def test_on_a_cpu_all_processes_share_one_memory(tmp_path: Path) -> None:
     assert refusals(s)[0].startswith("this machine (all processes): needs ")
     assert all(refusals(offer.settings) == [] for offer in offers(s))
     assert hosts(s, exports=True, saves=True) == []
+
+
+def test_reference_and_teacher_wait_in_host_memory(tmp_path: Path) -> None:
+    kl = {"use_kl_loss": True, "kl_loss_coef": 0.1, "opd_teacher_load": "teacher"}
+    s = settings(tmp_path, "qwen3-4b", actor_num_gpus_per_node=4, **kl)
+    without = settings(tmp_path, "qwen3-4b", actor_num_gpus_per_node=4)
+    assert devices(s)[0].peak == devices(without)[0].peak
+    (node, *_) = hosts(s, exports=False, saves=False)
+    weights = trainer.stage_weights(s, 0).all * 2
+    assert phase(node, "peak")["trainer", "weights of other roles (pinned)"] == 4 * 2 * weights
+    on_cpu = settings(tmp_path, "qwen3-4b", device="cpu", **kl)
+    assert phase(devices(on_cpu)[0], "rollout")["trainer", "weights of other roles"] == 2 * 2 * weights, "float32"
 
 
 def test_batches_of_fixed_micro_batches_and_of_several_steps(tmp_path: Path) -> None:
