@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from vime.config import RunConfig
+from vime.config import SECTIONS, RunConfig
+from vime.config.fields import flag_specs
 from vime.errors import ConfigError, VimeError
 from vime.hooks import check_all
 from vime.plan.devices import GPUS
@@ -30,7 +31,7 @@ OPTIONS: dict[str, tuple[type, str]] = {  # flag -> (type, help); the names of P
     "--device-memory": (float, "GiB of one GPU (on a CPU: of the machine); default: the GPU's, or this machine's"),
     "--host-memory": (float, "GiB of a node's memory; default: not checked, on a CPU this machine's"),
     "--gpus-per-node": (int, "GPUs of a node [8]"),
-    "--sync-bandwidth": (float, "1e9 bytes a second that a weight sync moves into an engine [20; on a CPU 0.4]"),
+    "--sync-bandwidth": (float, "1e9 bytes a second that a weight sync moves into an engine [20; on a CPU 0.25]"),
     "--mean-prompt-len": (int, "tokens of a prompt in the mean; default: half of the longest"),
     "--mean-response-len": (int, "tokens of a response in the mean; default: half of --rollout-max-response-len"),
 }
@@ -71,7 +72,8 @@ def show(config: RunConfig, options: PlanOptions, *, as_program: bool, not_runna
     """Print the plan; 0 when it fits, 2 when not."""
     settings = settings_of(config, options)
     plan = make_plan(settings, exports=config.checkpoint.save_hf is not None, saves=config.checkpoint.save is not None)
-    found = offers(settings) if plan.refusals else []
+    unbuilt = {spec.flag for cls in SECTIONS.values() for spec in flag_specs(cls) if spec.not_yet is not None}
+    found = offers(settings, without=() if not_runnable else unbuilt) if plan.refusals else []
     if as_program:
         print(json.dumps(as_json(plan, found, not_runnable), indent=2))
     else:

@@ -34,10 +34,8 @@ class Batches:
 def micro_batch_tokens(s: Settings) -> int:
     """Most tokens of one micro-batch on one rank: the longest sample has a micro-batch of its own if it is above the budget."""
     samples = -(-s.prompts * s.samples // s.steps // s.data)
-    if s.max_tokens is None:
-        whole = min(s.micro_batch, samples) * s.longest
-    else:
-        whole = max(s.longest, min(s.max_tokens * s.context, samples * s.longest))
+    whole = samples * s.longest
+    whole = min(whole, s.micro_batch * s.longest) if s.max_tokens is None else max(s.longest, min(s.max_tokens, whole))
     return -(-whole // s.context)
 
 
@@ -67,5 +65,5 @@ def batches(s: Settings) -> Batches:
 def _micro_batches(s: Settings, samples: int, length: int, packed: float = 1.0) -> int:
     """Of one data-parallel rank in one optimizer step, when packing fills the share `packed` of the budget."""
     mine = -(-samples // s.data)
-    each = s.micro_batch if s.max_tokens is None else max(1, int(s.max_tokens * s.context * packed) // length)
+    each = s.micro_batch if s.max_tokens is None else max(1, int(s.max_tokens * packed) // length)
     return max(1, -(-mine // each))

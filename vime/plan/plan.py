@@ -105,9 +105,9 @@ def _batch_advice(s: Settings) -> list[str]:
     b, out = batches(s), []
     if s.trains and b.idle_ranks:
         out.append(f"{b.idle_ranks} of {s.data} data-parallel ranks have no sample in a step of {b.samples_per_step}: raise the batch.")
-    if s.trains and s.max_tokens is not None and s.longest > s.max_tokens * s.context:
+    if s.trains and s.max_tokens is not None and s.longest > s.max_tokens:
         out.append(
-            f"Samples can be longer ({s.longest} tokens) than the budget of a micro-batch ({s.max_tokens * s.context}): each such has a "
+            f"Samples can be longer ({s.longest} tokens) than the budget of a micro-batch ({s.max_tokens}): each such has a "
             "micro-batch of its own, and the memory above counts it."
         )
     if b.object_bytes > OBJECT_STORE_BYTES and s.cpu:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 
 from vime.plan.plan import refusals
@@ -33,8 +33,11 @@ class _Change:
     cost: float  # how much it slows a run down, roughly: offers with the same number of changes are sorted by it
 
 
-def offers(s: Settings, count: int = 3) -> list[Offer]:
-    """Up to `count` ways to make `s` fit, with the fewest changes there are; each of another set of settings. Empty when none is found."""
+def offers(s: Settings, count: int = 3, *, without: Collection[str] = ()) -> list[Offer]:
+    """Up to `count` ways to make `s` fit, with the fewest changes there are; each of another set of settings.
+
+    Empty when none is found. `without`: flags that are not to be offered.
+    """
     tried = 0
     for size in range(1, MOST_CHANGES + 1):
         found: list[tuple[float, Offer]] = []
@@ -42,6 +45,8 @@ def offers(s: Settings, count: int = 3) -> list[Offer]:
         for moves in itertools.combinations(range(len(_MOVES)), size):
             for cost, flags, changed in _combined(s, moves):
                 tried += 1
+                if without and any(word in without for flag in flags for word in flag.split()):
+                    continue
                 if tried > MOST_TRIED:
                     return _best(found, count)
                 if moves not in kinds and not refusals(changed):
@@ -77,7 +82,7 @@ def _max_tokens(s: Settings) -> Iterator[_Change]:
     if not s.trains or s.max_tokens is None:
         return
     tokens, cost = s.max_tokens, 1.0
-    floor = -(-s.longest // s.context)
+    floor = s.longest
     while tokens > floor:
         tokens, cost = max(floor, tokens // 2), cost + 0.2
         yield _Change(settings=replace(s, max_tokens=tokens), flags=f"--max-tokens-per-gpu {tokens}", cost=cost)
@@ -109,7 +114,7 @@ def _tensor(s: Settings) -> Iterator[_Change]:
 
 
 def _pipeline(s: Settings) -> Iterator[_Change]:
-    if s.trains and s.virtual == 1:
+    if s.trains and s.virtual == 1 and s.first_layers is None and s.last_layers is None:
         yield from _doubled(s, "pipeline", "--pipeline-model-parallel-size", s.world, 1.9)
 
 

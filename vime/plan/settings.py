@@ -55,6 +55,8 @@ class Settings:
     sequence: bool
     pipeline: int
     virtual: int  # model chunks a pipeline rank holds
+    first_layers: int | None  # layers of the first and of the last stage, where they differ from the others'
+    last_layers: int | None
     context: int
     expert: int
     expert_tensor: int
@@ -74,7 +76,7 @@ class Settings:
     samples: int  # of one prompt
     steps: int  # optimizer steps of a rollout step
     num_rollout: int | None
-    max_tokens: int | None  # budget of a micro-batch per context-parallel rank; None = micro_batch samples
+    max_tokens: int | None  # budget of a micro-batch, over its context-parallel ranks together; None = micro_batch samples
     micro_batch: int
     log_probs_chunk: int  # rows; -1 = by size
     # lengths
@@ -112,6 +114,15 @@ class Settings:
     def expert_data(self) -> int:
         """Ranks that hold the same experts."""
         return self.world // (self.pipeline * self.expert * self.expert_tensor)
+
+    @property
+    def stage_counts(self) -> list[int]:
+        """Layers of each pipeline stage; they add up to the model's when the layout is possible."""
+        own = [count for count in (self.first_layers, self.last_layers) if count is not None]
+        others = self.pipeline - len(own)
+        counts = [(self.model.layers - sum(own)) // others] * others if others > 0 else []
+        first = [] if self.first_layers is None else [self.first_layers]
+        return first + counts + ([] if self.last_layers is None else [self.last_layers])
 
     @property
     def padded_vocab(self) -> int:
@@ -215,7 +226,7 @@ def layout_problems(s: Settings) -> list[str]:
         if model.latent is None:
             divides(s.tensor, model.groups, "--tensor-model-parallel-size", "num_key_value_heads")
         divides(s.tensor, model.ffn, "--tensor-model-parallel-size", "intermediate_size")
-        divides(s.pipeline * s.virtual, model.layers, "pipeline stages x chunks of", "num_hidden_layers")
+        out += _stage_problems(s)
         if model.moe is None and s.expert > 1:
             out.append(f"--expert-model-parallel-size {s.expert}: {model.architecture} has no experts.")
         if model.moe is not None:
@@ -225,6 +236,14 @@ def layout_problems(s: Settings) -> list[str]:
     if s.generates:
         divides(s.engine_gpus, model.heads, "--rollout-num-gpus-per-engine", "num_attention_heads")
     return out
+
+
+def _stage_problems(s: Settings) -> list[str]:
+    """Layers must go evenly into the stages, but for a first or last one that is given its own, and a stage's into its chunks."""
+    counts = s.stage_counts
+    if sum(counts) != s.model.layers or min(counts) < 1:
+        return [f"--pipeline-model-parallel-size {s.pipeline} does not divide num_hidden_layers ({s.model.layers}) into stages {counts}."]
+    return [f"{s.virtual} chunks a rank do not divide a stage of {n} layers." for n in sorted(set(counts)) if n % s.virtual]
 
 
 def _machine(cpu: bool, options: PlanOptions) -> Machine:
@@ -238,7 +257,7 @@ def _machine(cpu: bool, options: PlanOptions) -> Machine:
             host_bytes=host,
             shm_bytes=shm.f_blocks * shm.f_frsize if shm else None,
             gpus_per_node=len(os.sched_getaffinity(0)),
-            sync_bytes_per_s=(options.sync_bandwidth or 0.4) * 1e9,
+            sync_bytes_per_s=(options.sync_bandwidth or 0.25) * 1e9,
             sync_overhead_s=0.15,
         )
     memory_gib = options.device_memory or GPUS[options.gpu]
@@ -263,6 +282,8 @@ def _layout(megatron: Mapping[str, Any], layers: int) -> dict[str, Any]:
     if chunk := size("num_layers_per_virtual_pipeline_stage", 0):
         virtual = max(1, layers // pipeline // chunk)
     return {
+        "first_layers": megatron.get("decoder_first_pipeline_num_layers"),
+        "last_layers": megatron.get("decoder_last_pipeline_num_layers"),
         "tensor": tensor,
         "sequence": bool(megatron.get("sequence_parallel")) and tensor > 1,
         "pipeline": pipeline,

@@ -9,7 +9,7 @@ from vime.plan.footprint import Item
 from vime.plan.settings import Settings
 from vime.plan.shape import ModelSize
 
-__all__ = ["StageWeights", "activation_numbers", "held", "stage_weights", "sync_items", "train_items"]
+__all__ = ["StageWeights", "activation_numbers", "held", "role_weights", "stage_weights", "sync_bucket", "sync_items", "train_items"]
 
 ROLE = "trainer"
 ADAM_BYTES = 8  # two float32 moments a weight
@@ -35,8 +35,14 @@ class StageWeights:
 
 def stage_layers(s: Settings, stage: int) -> list[int]:
     """The numbers of a stage's layers: with chunks, every so-many-th group of layers is its."""
-    chunk = s.model.layers // (s.pipeline * s.virtual)
-    return [i for i in range(s.model.layers) if i // chunk % s.pipeline == stage]
+    out: list[int] = []
+    begin = 0
+    for _ in range(s.virtual):
+        for number, count in enumerate(s.stage_counts):
+            if number == stage:
+                out += range(begin, begin + count // s.virtual)
+            begin += count // s.virtual
+    return out
 
 
 def stage_weights(s: Settings, stage: int) -> StageWeights:

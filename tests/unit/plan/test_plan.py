@@ -125,6 +125,14 @@ def test_one_change_is_offered_where_one_is_enough(tmp_path: Path) -> None:
     assert any("--recompute-granularity full" in offer.flags[0] for offer in offers(s))
 
 
+def test_flags_that_are_not_built_are_not_offered_to_a_run_that_could_start(tmp_path: Path) -> None:
+    s = settings(tmp_path, "qwen3-4b", actor_num_gpus_per_node=8, options=PlanOptions(device_memory=64))
+    without = {"--recompute-granularity", "--max-tokens-per-gpu"}
+    found = offers(s, without=without)
+    assert found
+    assert not any(word in without for offer in found for flag in offer.flags for word in flag.split())
+
+
 def test_nothing_is_offered_where_nothing_near_fits(tmp_path: Path) -> None:
     s = settings(tmp_path, "deepseek-v3", options=PlanOptions(gpu="L4"))
     assert refusals(s)
@@ -149,7 +157,7 @@ def test_the_smallest_engine_that_holds_the_work_is_advised(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(("megatron", "changes", "problem"), [
     ({"tensor_model_parallel_size": 3}, {"actor_num_gpus_per_node": 3}, "size 3 does not divide num_attention_heads (32)."),
-    ({"pipeline_model_parallel_size": 5}, {"actor_num_gpus_per_node": 5}, "chunks of 5 does not divide num_hidden_layers (36)."),
+    ({"pipeline_model_parallel_size": 5}, {"actor_num_gpus_per_node": 5}, "(36) into stages [7, 7, 7, 7, 7]."),
     ({"expert_model_parallel_size": 2}, {"actor_num_gpus_per_node": 2}, "Qwen3ForCausalLM has no experts."),
     ({"context_parallel_size": 4}, {"actor_num_gpus_per_node": 2}, "parallelism of 4 does not divide the trainer's processes (2)."),
     ({}, {"rollout_num_gpus_per_engine": 3, "rollout_num_gpus": 3}, "--rollout-num-gpus-per-engine 3 does not divide"),

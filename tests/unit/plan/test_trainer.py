@@ -10,7 +10,7 @@ import pytest
 from tests.unit.plan.configs import settings
 from vime.plan.footprint import total
 from vime.plan.settings import Settings
-from vime.plan.trainer import activation_numbers, held, in_flight, logits_items, stage_weights, train_items
+from vime.plan.trainer import activation_numbers, held, in_flight, logits_items, stage_layers, stage_weights, train_items
 
 GIB = 2**30
 
@@ -95,6 +95,16 @@ def test_pipeline_stages_hold_as_many_micro_batches_as_follow_them(tmp_path: Pat
     twice = replace(s, virtual=2)
     p, v = 4, 2
     assert in_flight(twice, 0) == p * (1 + (p - 1) / (p * v)), "arXiv:2205.05198, eq. 5"
+
+
+def test_layers_go_to_stages_as_megatron_deals_them(tmp_path: Path) -> None:
+    s = settings(tmp_path, "qwen3-0.6b", {"pipeline_model_parallel_size": 2}, actor_num_gpus_per_node=2)
+    assert [stage_layers(s, stage) for stage in (0, 1)] == [list(range(14)), list(range(14, 28))]
+    assert stage_layers(replace(s, virtual=2), 0) == [*range(7), *range(14, 21)]
+    four = {"pipeline_model_parallel_size": 4, "decoder_first_pipeline_num_layers": 5, "decoder_last_pipeline_num_layers": 3}
+    uneven = settings(tmp_path, "qwen3-0.6b", four, actor_num_gpus_per_node=4)
+    assert [len(stage_layers(uneven, stage)) for stage in range(4)] == [5, 10, 10, 3]
+    assert stage_layers(uneven, 3) == [25, 26, 27]
 
 
 def test_logits_are_split_over_the_vocabulary_and_counted_for_scored_rows(tmp_path: Path) -> None:
