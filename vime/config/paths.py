@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from vime.config.fields import flag_specs
+from vime.config.prompt_sources import joined, split_sources
 from vime.config.run import SECTIONS, RunConfig
 
 __all__ = ["with_absolute_paths"]
@@ -19,6 +20,7 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
         old = getattr(config, section)
         changed[section] = replace(old, **{s.name: _absolute(getattr(old, s.name)) for s in flag_specs(cls) if s.path is not None})
     words = [os.path.abspath(word) if i % 2 else word for i, word in enumerate(config.eval.eval_prompt_data)]
+    changed["data"] = replace(changed["data"], prompt_data=_absolute_sources(config.data.prompt_data))
     changed["eval"] = replace(changed["eval"], eval_prompt_data=words)
     return replace(config, **changed)
 
@@ -26,3 +28,9 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
 def _absolute(path: str | None) -> str | None:
     """abspath leaves a last component such as 'file.jsonl@[0:10]' alone; an empty path stays empty, for its reader to refuse."""
     return os.path.abspath(path) if path else path
+
+
+def _absolute_sources(prompt_data: str | None) -> str | None:
+    if not prompt_data:
+        return prompt_data
+    return joined([replace(source, spec=os.path.abspath(source.spec)) for source in split_sources(prompt_data)])

@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterator
 from vime.config.algorithm_rules import algorithm_rules
 from vime.config.availability import not_available, set_flags
 from vime.config.effects import find_unused
+from vime.config.prompt_sources import split_slice, split_sources
 from vime.config.run import RunConfig
 from vime.config.sections import DATA_SOURCE, ROLLOUT_FUNCTION, SFT_FUNCTION
 from vime.config.sources import flags_in
@@ -136,11 +137,15 @@ def _files(config: RunConfig) -> Iterator[str]:
     if config.model.hf_checkpoint is None:
         yield "--hf-checkpoint is required: the Hugging Face model folder to start from."
     if config.data.prompt_data is None and config.data.data_source_path == DATA_SOURCE and config.data.num_rollout != 0:
-        yield "--prompt-data is required: the .jsonl file with the prompts."
-    prompts = [config.data.prompt_data] if config.data.prompt_data else []
-    for path in prompts + config.eval.eval_prompt_data[1::2]:
-        name = path.partition("@[")[0]
-        if not os.path.isfile(name):
+        yield "--prompt-data is required: the file with the prompts (.jsonl, .parquet, or a dataset's folder)."
+    try:
+        prompts = [source.path for source in split_sources(config.data.prompt_data)] if config.data.prompt_data else []
+        prompts += [split_slice(spec)[0] for spec in config.eval.eval_prompt_data[1::2]]
+    except ConfigError as error:
+        yield from error.problems
+        return
+    for name in prompts:
+        if not os.path.exists(name):
             yield f"prompt file '{name}' does not exist. Check the path; it is read relative to {os.getcwd()}."
         elif os.path.getsize(name) == 0:
             yield f"prompt file '{name}' is empty. It needs one JSON object per line."

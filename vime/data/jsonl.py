@@ -1,35 +1,32 @@
-"""Reading prompt files: one JSON object a line, with every fault named by file and line."""
+"""One row of a prompt file: a JSON object on a line, with every fault named by file and line."""
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from vime.errors import DataError
 
-__all__ = ["Row", "check_value", "parse_json", "read_rows", "split_slice"]
+__all__ = ["Row", "check_value", "parse_json", "parse_row"]
 
 MAX_DEPTH = 100  # of nested lists and objects; what works on rows later (copies, templates) is recursive
-
-_SLICE = re.compile(r"^(?P<path>.+)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One line of a prompt file."""
+    """One row of a prompt file."""
 
     file: str
-    line: int  # from 1
+    line: int  # from 1; of a table the row
     data: dict[str, Any]
+    unit: str = "line"
 
     @property
     def where(self) -> str:
-        """file:line, as editors understand it."""
-        return f"{self.file}:{self.line}"
+        """file:line, as editors understand it; of a table its row."""
+        return f"{self.file}:{self.line}" if self.unit == "line" else f"{self.file} {self.unit} {self.line}"
 
     def column(self, key: str, *, flag: str, what: str) -> Any:
         """The value under `key`, checked by `check_value`; a DataError that lists the keys there are when it is missing."""
@@ -40,47 +37,6 @@ class Row:
         value = self.data[key]
         check_value(value, self.where, f"column '{key}'")
         return value
-
-
-def split_slice(spec: str) -> tuple[str, slice]:
-    """'path@[a:b]' -> (path, slice(a, b)); either bound may be missing or negative, as in Python."""
-    match = _SLICE.match(spec)
-    if match is None:
-        if "@[" in spec:
-            raise DataError(f"'{spec}': the slice is not of the form path@[start:stop], e.g. prompts.jsonl@[0:100].")
-        return spec, slice(None)
-    start, stop = (int(match[name]) if match[name] else None for name in ("start", "stop"))
-    return match["path"], slice(start, stop)
-
-
-def read_rows(spec: str, *, flag: str = "--prompt-data") -> list[Row]:
-    """All rows of a `.jsonl` file (blank lines are skipped), or the slice of them that 'path@[a:b]' names.
-
-    Raises:
-        DataError: the file is missing, cannot be read, no .jsonl, empty, or a line is not UTF-8 or not a JSON object; the
-            message names file:line, the offending text and the cure.
-    """
-    path, part = split_slice(spec)
-    file = Path(path)
-    if file.suffix != ".jsonl":
-        raise DataError(f"{flag} {path}: only .jsonl files are read (one JSON object a line). Convert the file.")
-    try:
-        if not file.is_file():
-            kind = "is a folder" if file.is_dir() else "does not exist"
-            near = _neighbours(file)
-            raise DataError(f"{flag} {path} {kind}{near}. Give the path of a .jsonl file.")
-        with file.open("rb") as lines:
-            rows = [row for number, line in enumerate(lines, 1) if (row := _parse(path, number, line)) is not None]
-    except OSError as error:
-        raise DataError(
-            f"{flag} {path} cannot be read ({error.strerror or error}). Check its path, its permissions and the disk it is on."
-        ) from error
-    if not rows:
-        raise DataError(f"{flag} {path} is empty: it holds no JSON line. Give a file with at least one prompt.")
-    chosen = rows[part]
-    if not chosen:
-        raise DataError(f"{flag} {spec}: the slice takes none of the file's {len(rows)} rows.")
-    return chosen
 
 
 def parse_json(text: str, where: str, what: str) -> Any:
@@ -133,9 +89,12 @@ def _too_deep(where: str, what: str) -> DataError:
     return DataError(f"{where}: {what} is nested too deep (at most {MAX_DEPTH} lists and objects in one another). Flatten or remove it.")
 
 
-def _parse(path: str, number: int, raw: bytes) -> Row | None:
-    if not raw.strip():
-        return None
+def parse_row(path: str, number: int, raw: bytes) -> Row:
+    """Line `number` of the file.
+
+    Raises:
+        DataError: it is not UTF-8 or not a JSON object; the message names file:line, the offending text and the cure.
+    """
     try:
         line = raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -159,12 +118,3 @@ def _shown(line: str) -> str:
 
 def _listed(names: Iterable[str]) -> str:
     return ", ".join(f"'{name}'" for name in names) or "no columns"
-
-
-def _neighbours(file: Path) -> str:
-    """What lies where the file was looked for, to make a typing error plain."""
-    parent = file.parent
-    if not parent.is_dir():
-        return f" (nor does its folder {parent})"
-    found = sorted(entry.name for entry in parent.iterdir() if entry.suffix == ".jsonl")[:5]
-    return f" (its folder has {_listed(found)})" if found else " (its folder has no .jsonl file)"

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vime.data.jsonl import Row, check_value, parse_json, read_rows
+from vime.data.jsonl import Row, check_value, parse_json
+from vime.data.tables import open_table
 from vime.data.tokenizer import encode_prompt, render_chat
 from vime.errors import DataError
 from vime.utils.types import Sample
 
-__all__ = ["PromptFormat", "PromptSet", "fresh_copy", "load_prompts", "sample_from_row"]
+__all__ = ["PromptFormat", "PromptSet", "fresh_copy", "load_prompts", "prompt_length", "sample_from_row"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,24 +60,24 @@ class PromptSet:
 
 
 def load_prompts(spec: str, form: PromptFormat, tokenizer: Any, *, flag: str = "--prompt-data") -> PromptSet:
-    """Read, render and measure the prompts of one file.
+    """Read, render and measure the prompts of one file, all of them: for held-out files.
 
     Raises:
-        DataError: as `read_rows`; a column is missing; a prompt is empty; a label that the reward needs is missing, null
+        DataError: as `open_table`; a column is missing; a prompt is empty; a label that the reward needs is missing, null
             or empty; or every prompt is longer than the limit.
     """
     samples = []
-    rows = read_rows(spec, flag=flag)
-    for row in rows:
+    table = open_table(spec, flag=flag)
+    for row in map(table.row, range(len(table))):
         sample = sample_from_row(row, form, tokenizer)
-        if form.max_prompt_len is None or len(_ids(sample, row, tokenizer)) <= form.max_prompt_len:
+        if form.max_prompt_len is None or prompt_length(sample, row, tokenizer) <= form.max_prompt_len:
             samples.append(sample)
     if not samples:
         raise DataError(
-            f"{flag} {spec}: all {len(rows)} prompts are longer than {form.max_prompt_len} tokens. "
+            f"{flag} {spec}: all {len(table)} prompts are longer than {form.max_prompt_len} tokens. "
             "Raise --rollout-max-prompt-len (and --rollout-max-context-len), or give shorter prompts."
         )
-    return PromptSet(samples=tuple(samples), num_dropped=len(rows) - len(samples))
+    return PromptSet(samples=tuple(samples), num_dropped=len(table) - len(samples))
 
 
 def sample_from_row(row: Row, form: PromptFormat, tokenizer: Any = None) -> Sample:
@@ -118,9 +119,10 @@ def _own(value: Any) -> Any:
     return copy.deepcopy(value)
 
 
-def _ids(sample: Sample, row: Row, tokenizer: Any) -> list[int]:
+def prompt_length(sample: Sample, row: Row, tokenizer: Any) -> int:
+    """Tokens of the prompt."""
     kwargs = sample.apply_chat_template_kwargs or {}
-    return encode_prompt(tokenizer, sample.prompt, where=row.where, tools=sample.metadata.get("tools"), **kwargs)
+    return len(encode_prompt(tokenizer, sample.prompt, where=row.where, tools=sample.metadata.get("tools"), **kwargs))
 
 
 def _messages(prompt: Any, row: Row) -> list[dict[str, Any]] | None:

@@ -116,9 +116,16 @@ class RolloutManager(WatchedActor):
         )
         return Generated(
             refs=[ray.put(batch) for batch in batches],
-            metrics=dict(output.metrics) | packing_metrics(batches, config.data),
+            metrics=dict(output.metrics) | self._source_metrics() | packing_metrics(batches, config.data),
             samples=[_readable(s) for s in samples[: self._config.logging.log_samples]],
         )
+
+    def _source_metrics(self) -> dict[str, float]:
+        """What the data source has to say of itself; one of the user's own need not."""
+        if not hasattr(self._source, "metrics"):
+            return {}
+        with self._source_errors(type(self._source)):
+            return dict(self._source.metrics())
 
     def _processed_rewards(self, samples: list[Sample]) -> Any:
         """(raw, rewards) of the user's function; None when there is none and groups are normalised."""

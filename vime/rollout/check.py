@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from vime.data.jsonl import Row, read_rows
+from vime.config.prompt_sources import split_sources
+from vime.data.jsonl import Row
 from vime.data.prompts import PromptFormat, sample_from_row
+from vime.data.tables import open_table
 from vime.errors import ConfigError, DataError
 from vime.rollout.evaluation import eval_files
 from vime.rollout.rm_hub.registry import find_reward, needs_label
@@ -13,11 +15,12 @@ from vime.utils.types import Sample
 
 __all__ = ["check_prompt_files"]
 
+CHECKED = 50_000  # rows of a file; those behind them are checked when they are drawn
 OUR_ROLLOUT = "vime.rollout.vllm_rollout."  # scores with async_rm; of a user's rollout function that is not known
 
 
 def check_prompt_files(args: Any) -> None:
-    """Read --prompt-data and --eval-prompt-data row by row, as the run will.
+    """Read --prompt-data and --eval-prompt-data row by row, as the run will; of a large file the first CHECKED rows.
 
     Raises:
         DataError: a file is missing or empty, a line malformed, a column, a label or what else the row's reward needs is
@@ -29,7 +32,10 @@ def check_prompt_files(args: Any) -> None:
     key_flags: dict[str, bool] = {}  # flag that names a reward's entry -> whether a reward may have entries
     if args.prompt_data is not None:
         form = PromptFormat.of(args, needs_label=needs_label())
-        key_flags["--reward-key"] = _check(args, args.prompt_data, form, "--prompt-data", args.rollout_function_path, args.reward_key)
+        skip_bad = args.bad_row_policy == "skip"
+        for source in split_sources(args.prompt_data):
+            keyed = _check(args, source.spec, form, "--prompt-data", args.rollout_function_path, args.reward_key, skip_bad)
+            key_flags["--reward-key"] = key_flags.get("--reward-key", False) or keyed
     if args.eval_prompt_data:
         form = PromptFormat.of(args, needs_label=needs_label(), evaluation=True)
         key, flag = (args.eval_reward_key, "--eval-reward-key") if args.eval_reward_key else (args.reward_key, "--reward-key")
@@ -43,15 +49,21 @@ def check_prompt_files(args: Any) -> None:
             raise ConfigError(f"{flag} {given} has no effect: the rewards of these prompts are numbers, not dicts. Leave it out.")
 
 
-def _check(args: Any, spec: str, form: PromptFormat, flag: str, function_path: str, key: str | None) -> bool:
+def _check(args: Any, spec: str, form: PromptFormat, flag: str, function_path: str, key: str | None, skip_bad: bool = False) -> bool:
     """Check one file; whether a reward of its rows may give a dict, as far as is known."""
-    if args.custom_rm_path is not None or not function_path.startswith(OUR_ROLLOUT):
-        for row in read_rows(spec, flag=flag):
-            sample_from_row(row, form)
-        return True
-    keyed = args.custom_generate_function_path is not None  # which may set rewards itself
-    for row in read_rows(spec, flag=flag):
-        keyed |= _check_reward(args, sample_from_row(row, form), row, key)
+    scored = args.custom_rm_path is None and function_path.startswith(OUR_ROLLOUT)
+    keyed = not scored or args.custom_generate_function_path is not None  # which may set rewards itself
+    table = open_table(spec, flag=flag)
+    for number in range(min(len(table), CHECKED)):
+        try:
+            row = table.row(number)
+            sample = sample_from_row(row, form)
+        except DataError:
+            if not skip_bad:
+                raise
+            continue
+        if scored:
+            keyed |= _check_reward(args, sample, row, key)
     return keyed
 
 

@@ -7,15 +7,13 @@ prompts (file) ──▶ get_samples(n) ──▶ rollout function
 
 from __future__ import annotations
 
-import hashlib
 import json
-import logging
 import os
-import random
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from vime.data.prompts import PromptFormat, fresh_copy, load_prompts
+from vime.data.prompts import PromptFormat, fresh_copy
+from vime.data.stream import PromptStreams
 from vime.errors import CheckpointError, DataError
 from vime.rollout.base_types import Group
 from vime.rollout.resources import RolloutResources
@@ -24,9 +22,7 @@ from vime.utils.types import Sample
 
 __all__ = ["DataSource", "RolloutDataSource", "RolloutDataSourceWithBuffer"]
 
-logger = logging.getLogger(__name__)
-
-FORMAT = 1  # of the saved state
+FORMAT = 2  # of the saved state
 
 
 @runtime_checkable
@@ -63,31 +59,45 @@ class RolloutDataSource:
     def __init__(self, args: Any) -> None:
         self.args = args
         self.resources = RolloutResources(args.hf_checkpoint)
-        self.epoch_id = 0
-        self.sample_offset = 0  # prompts of this epoch already handed out
         self.sample_group_index = 0
         self.sample_index = 0
         self.metadata: dict[str, Any] = {}  # saved along; for subclasses
-        self.num_dropped = 0
-        self._prompts: tuple[Sample, ...] = ()
+        self._prompts: PromptStreams | None = None
         if args.prompt_data is not None:
-            loaded = load_prompts(args.prompt_data, PromptFormat.of(args, needs_label=needs_label()), self.resources.tokenizer)
-            self._prompts, self.num_dropped = loaded.samples, loaded.num_dropped
-            if self.num_dropped:
-                logger.warning(
-                    "%s: %d of %d prompts are longer than --rollout-max-prompt-len (default: context - 1) and were dropped.",
-                    args.prompt_data,
-                    self.num_dropped,
-                    self.num_dropped + len(self._prompts),
-                )
-        self._order = self._permutation(self.epoch_id)
+            self._prompts = PromptStreams(
+                args.prompt_data,
+                PromptFormat.of(args, needs_label=needs_label()),
+                self.resources.tokenizer,
+                shuffle_seed=args.rollout_seed if args.rollout_shuffle else None,
+                skip_bad=args.bad_row_policy == "skip",
+            )
 
     def __len__(self) -> int:
-        return len(self._prompts)
+        return 0 if self._prompts is None else len(self._prompts)
+
+    @property
+    def epoch_id(self) -> int:
+        """Whole passes over the prompts."""
+        return 0 if self._prompts is None else self._prompts.epoch
+
+    @property
+    def sample_offset(self) -> int:
+        """Rows of this pass gone by."""
+        return 0 if self._prompts is None else self._prompts.offset
+
+    def metrics(self) -> dict[str, float]:
+        """rollout/epoch, rollout/dropped_prompts (too long) and rollout/bad_rows (malformed), found so far."""
+        if self._prompts is None:
+            return {}
+        return {
+            "rollout/epoch": float(self.epoch_id),
+            "rollout/dropped_prompts": float(self._prompts.num_dropped),
+            "rollout/bad_rows": float(self._prompts.num_bad),
+        }
 
     def get_samples(self, num_samples: int) -> list[Group]:
         """`num_samples` fresh groups; runs through as many epochs as that takes."""
-        return [self._group(self._next_prompt()) for _ in range(num_samples)]
+        return [self._group(Sample() if self._prompts is None else self._prompts.next()) for _ in range(num_samples)]
 
     def add_samples(self, samples: list[Group]) -> None:
         """Refused: this source does not keep groups."""
@@ -128,41 +138,24 @@ class RolloutDataSource:
         """The complete state as plain JSON values."""
         return {
             "format": FORMAT,
-            "epoch_id": self.epoch_id,
-            "sample_offset": self.sample_offset,
             "sample_group_index": self.sample_group_index,
             "sample_index": self.sample_index,
-            "num_prompts": len(self._prompts),
-            "digest": self._digest(),
+            "prompts": None if self._prompts is None else self._prompts.state_dict(),
             "metadata": _plain(self.metadata, "data source metadata"),
         }
 
     def load_state_dict(self, state: dict[str, Any], path: str) -> None:
         """Take over a state; `path` is named in errors."""
-        if state["digest"] != self._digest():
-            raise DataError(
-                f"{path} was saved with {state['num_prompts']} prompts; --prompt-data {self.args.prompt_data} "
-                f"gives {len(self)}, or others, so the run cannot go on exactly. "
-                "Give the same prompts and template, or start in another --save folder."
-            )
-        for name in ("epoch_id", "sample_offset", "sample_group_index", "sample_index", "metadata"):
+        if (state["prompts"] is None) != (self._prompts is None):
+            raise DataError(f"{path} was saved {'without' if self._prompts else 'with'} --prompt-data. Give the run the same data.")
+        if self._prompts is not None:
+            self._prompts.load_state_dict(state["prompts"], path=path, prompt_data=self.args.prompt_data)
+        for name in ("sample_group_index", "sample_index", "metadata"):
             setattr(self, name, state[name])
-        self._order = self._permutation(self.epoch_id)
 
     def close(self) -> None:
         """End what the run's rollouts shared."""
         self.resources.close()
-
-    def _next_prompt(self) -> Sample:
-        if not self._prompts:
-            return Sample()
-        if self.sample_offset >= len(self._prompts):
-            self.epoch_id += 1
-            self.sample_offset = 0
-            self._order = self._permutation(self.epoch_id)
-        prompt = self._prompts[self._order[self.sample_offset]]
-        self.sample_offset += 1
-        return prompt
 
     def _group(self, prompt: Sample) -> Group:
         group: Group = []
@@ -173,19 +166,6 @@ class RolloutDataSource:
             group.append(sample)
         self.sample_group_index += 1
         return group
-
-    def _permutation(self, epoch: int) -> list[int]:
-        order = list(range(len(self._prompts)))
-        if self.args.rollout_shuffle:
-            random.Random(self.args.rollout_seed + epoch).shuffle(order)
-        return order
-
-    def _digest(self) -> str:
-        """Identifies prompts, their order and how the epochs shuffle them."""
-        digest = hashlib.sha256(f"{self.args.rollout_shuffle} {self.args.rollout_seed}".encode())
-        for prompt in self._prompts:
-            digest.update(json.dumps([prompt.prompt, prompt.label], default=str).encode())
-        return digest.hexdigest()
 
 
 class RolloutDataSourceWithBuffer(RolloutDataSource):

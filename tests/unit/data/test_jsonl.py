@@ -6,8 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from vime.data.jsonl import read_rows, split_slice
-from vime.errors import DataError
+from vime.config.prompt_sources import split_slice
+from vime.data.jsonl import Row
+from vime.data.tables import open_table
+from vime.errors import ConfigError, DataError
+
+
+def read_rows(spec: str) -> list[Row]:
+    """All rows of a table."""
+    table = open_table(spec)
+    return [table.row(number) for number in range(len(table))]
 
 
 def written(tmp_path: Path, text: str) -> str:
@@ -37,7 +45,7 @@ def test_a_path_without_a_slice_is_left_alone() -> None:
 
 
 def test_a_slice_that_is_not_one_is_refused() -> None:
-    with pytest.raises(DataError, match=r"path@\[start:stop\]"):
+    with pytest.raises(ConfigError, match=r"path@\[start:stop\]"):
         split_slice("prompts.jsonl@[five]")
 
 
@@ -58,7 +66,7 @@ def test_a_folder_and_another_kind_of_file_are_refused(tmp_path: Path) -> None:
     (tmp_path / "folder.jsonl").mkdir()
     with pytest.raises(DataError, match="is a folder"):
         read_rows(str(tmp_path / "folder.jsonl"))
-    with pytest.raises(DataError, match=r"only \.jsonl files"):
+    with pytest.raises(DataError, match=r"only \.jsonl and \.parquet files"):
         read_rows(str(tmp_path / "prompts.csv"))
 
 

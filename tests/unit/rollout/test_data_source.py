@@ -148,5 +148,6 @@ def test_dropped_prompts_are_counted_and_said(model_dir: Path, args: Any, tmp_pa
     file = tmp_path / "long.jsonl"
     file.write_text('{"input": "short"}\n{"input": "much longer than that"}\n')
     source = RolloutDataSource(make_args(hf_checkpoint=str(model_dir), prompt_data=str(file), rollout_max_prompt_len=8))
-    assert (len(source), source.num_dropped) == (1, 1)
+    assert len(source) == 1
+    assert source.metrics() == {"rollout/epoch": 0.0, "rollout/dropped_prompts": 1.0, "rollout/bad_rows": 0.0}
     assert "1 of 2 prompts are longer" in caplog.text

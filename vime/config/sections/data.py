@@ -20,7 +20,12 @@ IN_STEP = "generation and training take turns. Leave it out."
 class DataConfig:
     """Prompts, batches and steps."""
 
-    prompt_data: str | None = opt(None, "Prompt file (.jsonl); path@[a:b] takes a slice of its rows.", type=str, path="file")
+    prompt_data: str | None = opt(
+        None,
+        "Prompts: a .jsonl or .parquet file or a dataset's folder; path@[a:b] a slice; 2*path,1*path several with weights.",
+        type=str,
+        path="file",
+    )
     input_key: str = opt("input", "Column with the prompt: a string, or a list of chat messages.")
     label_key: str | None = opt(None, "Column with the label that the reward compares with.", type=str)
     metadata_key: str = opt("metadata", "Column with a dict handed through to Sample.metadata.")
@@ -34,7 +39,6 @@ class DataConfig:
         "fail",
         "A malformed row ends the run, or is skipped and counted.",
         choices=("fail", "skip"),
-        not_yet="a malformed row ends the run, named by file and line. Mend the row.",
     )
     rollout_shuffle: bool = opt(False, "Shuffle the prompts anew each epoch with rollout_seed + epoch.")
     rollout_seed: int = opt(42, "Seed of shuffling and of per-request sampling seeds.")
