@@ -102,8 +102,11 @@ def with_differences(page: str) -> str:
 
 
 def _table(title: str, heads: tuple[str, str], rows: dict[str, str]) -> str:
+    together: dict[str, list[str]] = {}
+    for flag, text in rows.items():
+        together.setdefault(text, []).append(f"`{flag}`")
     lines = [f"### {title}", "", f"| {heads[0]} | {heads[1]} |", "|---|---|"]
-    return "\n".join([*lines, *(f"| `{flag}` | {_cell(text)} |" for flag, text in rows.items())])
+    return "\n".join([*lines, *(f"| {', '.join(flags)} | {_cell(text)} |" for text, flags in together.items())])
 
 
 def made_pages(root: Path) -> dict[Path, str]:

@@ -41,6 +41,9 @@ def check_rules(config: RunConfig, *, planned: bool = False, unsure: Collection[
 
 
 def _placement(config: RunConfig) -> Iterator[str]:
+    for name, value in config.cluster.train_env_vars.items():
+        if not isinstance(value, str) or not name or "=" in name:
+            yield f'--train-env-vars takes names and texts like \'{{"NCCL_DEBUG": "INFO"}}\', got {name!r}: {value!r}.'
     total = config.cluster.rollout_num_gpus
     if total == 0 and not config.debug.debug_train_only:
         yield "--rollout-num-gpus 0 starts no engine: use 1 or more, or --debug-train-only."

@@ -14,7 +14,7 @@ from vime.ray.supervisor import Supervisor
 from vime.ray.train_actor import MegatronTrainRayActor
 from vime.types import WeightSyncReport
 
-__all__ = ["RayTrainGroup"]
+__all__ = ["RayTrainGroup", "environment_options"]
 
 SHUTDOWN_DEADLINE = 20.0
 SYNC_GRACE = 30.0  # seconds in which the updater's own deadline error, which names the engine, is to arrive
@@ -31,9 +31,8 @@ class RayTrainGroup:
         self._actors = []
         for rank in range(world):
             log = log_dir / f"trainer_{rank}.log"
-            actor = actor_class.options(num_cpus=CPU_SHARE, scheduling_strategy=placement.trainer(rank)).remote(
-                config, rank, world, str(log)
-            )
+            options = {"num_cpus": CPU_SHARE, "scheduling_strategy": placement.trainer(rank), **environment_options(config)}
+            actor = actor_class.options(**options).remote(config, rank, world, str(log))
             self._actors.append(actor)
             supervisor.watch(self.names[rank], actor.watch.options(concurrency_group="watch").remote(), log)
         self._init_refs: list[Any] = []
@@ -84,3 +83,9 @@ class RayTrainGroup:
 
     def _get(self, refs: list[Any], phase: str, deadline: float, names: list[str] | None = None) -> list[Any]:
         return self._supervisor.get(refs, names=names or self.names, phase=phase, deadline=deadline)
+
+
+def environment_options(config: RunConfig) -> dict[str, Any]:
+    """Actor options that put --train-env-vars into a trainer process's environment before it loads anything."""
+    variables = config.cluster.train_env_vars
+    return {"runtime_env": {"env_vars": dict(variables)}} if variables else {}

@@ -9,7 +9,9 @@ import pytest
 import ray
 
 from vime.config import RunConfig
+from vime.config.sections import ClusterConfig
 from vime.errors import DataError, DeadlineError, EngineError, PeerError, TrainerError
+from vime.ray.actor_group import environment_options
 from vime.ray.cluster import Cluster
 from vime.ray.process import WatchedActor, watched_actor
 from vime.ray.supervisor import Supervisor
@@ -21,6 +23,9 @@ class Worker(WatchedActor):
     def work(self, seconds=0.0):
         self._stopped.wait(seconds)
         return seconds
+
+    def variable(self, name):
+        return os.environ.get(name)
 
     def fail(self, kind):
         print("about to fail", flush=True)
@@ -41,15 +46,23 @@ def cluster():
         yield
 
 
-def launch(cls, tmp_path, supervisor, name="worker 0"):
+def launch(cls, tmp_path, supervisor, name="worker 0", **options):
     log = tmp_path / "worker.log"
-    actor = watched_actor(cls).options(num_cpus=0).remote(str(log))
+    actor = watched_actor(cls).options(num_cpus=0, **options).remote(str(log))
     supervisor.watch(name, actor.watch.options(concurrency_group="watch").remote(), log)
     return actor
 
 
 def get(supervisor, ref, deadline=60.0):
     return supervisor.get([ref], names=["worker 0"], phase="work", deadline=deadline)[0]
+
+
+def test_trainers_get_the_variables_of_the_command_line_over_what_they_inherit(tmp_path):
+    supervisor = Supervisor()
+    config = RunConfig(cluster=ClusterConfig(train_env_vars={"VIME_TEST": "from the flag"}))
+    worker = launch(Worker, tmp_path, supervisor, **environment_options(config))
+    assert get(supervisor, worker.variable.remote("VIME_TEST")) == "from the flag"
+    assert get(supervisor, worker.variable.remote("PATH")) == os.environ["PATH"]
 
 
 def test_a_value_arrives(tmp_path):

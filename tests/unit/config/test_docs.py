@@ -27,7 +27,7 @@ def test_what_differs_stands_between_the_marks():
     assert page.startswith("above\n")
     assert page.endswith("\nbelow\n")
     assert "yesterday" not in page
-    assert all(f"| `{flag}` |" in page for flag in (*CHANGED, *RENAMED, *GONE))
+    assert all(f"`{flag}`" in page for flag in (*CHANGED, *RENAMED, *GONE))
     assert with_differences(page) == page
     with pytest.raises(ValueError, match="must hold the marks"):
         with_differences("above")

@@ -55,6 +55,8 @@ def test_a_plain_run_is_valid(valid):
         ({"device": "cuda"}, "not available yet"),
         ({"colocate": True}, "not available yet"),
         ({"rollout_num_gpus": 0}, "starts no engine"),
+        ({"train_env_vars": {"NCCL_DEBUG": 1}}, "got 'NCCL_DEBUG': 1"),
+        ({"train_env_vars": {"A=B": "x"}}, "got 'A=B': 'x'"),
         ({"rollout_num_gpus": 3, "rollout_num_gpus_per_engine": 2}, "--rollout-num-gpus 3 is no multiple"),
     ],
 )

@@ -37,11 +37,7 @@ class ClusterConfig:
     offload_rollout: bool | None = opt(
         None, "Engines free their GPU memory during training; default: with --colocate.", type=bool, not_yet=TURNS
     )
-    train_env_vars: dict[str, Any] = opt(
-        {},
-        "JSON object of environment variables for the trainer processes.",
-        not_yet="trainer processes inherit the environment of the shell that starts the run. Set the variables there.",
-    )
+    train_env_vars: dict[str, Any] = opt({}, "JSON object of environment variables for the trainer processes, over what they inherit.")
     actor_deadline: float = opt(600.0, "Seconds a trainer call may take before the run ends with an error.", gt=0)
 
 
