@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.tiny_models import write_model
+
 WORKER = Path(__file__).with_name("worker.py")
 Results = Callable[..., dict[str, Any]]
 DEADLINE_S = 280
@@ -28,36 +30,7 @@ OWN_LOSS = {"loss_type": "custom_loss", "custom_loss_function_path": "own_losses
 
 def make_models(folder: Path) -> dict[str, str]:
     """Tiny random models, one a family, with weights large enough for a wrong sum to show."""
-    from transformers import (
-        LlamaConfig,
-        LlamaForCausalLM,
-        Qwen2Config,
-        Qwen2ForCausalLM,
-        Qwen3Config,
-        Qwen3ForCausalLM,
-        Qwen3MoeConfig,
-        Qwen3MoeForCausalLM,
-    )  # fmt: skip
-
-    size = {"vocab_size": 90, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-            "num_key_value_heads": 2, "max_position_embeddings": 128, "initializer_range": 0.2}  # fmt: skip
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
-    torch.manual_seed(0)
-    models = {
-        "qwen3": Qwen3ForCausalLM(Qwen3Config(**size, head_dim=16, tie_word_embeddings=True)),
-        "qwen2": Qwen2ForCausalLM(Qwen2Config(**size, tie_word_embeddings=False)),
-        "llama": LlamaForCausalLM(LlamaConfig(**size, tie_word_embeddings=False)),
-        "qwen3_moe": Qwen3MoeForCausalLM(Qwen3MoeConfig(**size, **experts, head_dim=16, tie_word_embeddings=False)),
-    }
-    out = {}
-    for name, model in models.items():
-        with torch.no_grad():
-            for key, parameter in model.named_parameters():
-                if "norm" in key or key.endswith("bias"):
-                    parameter.add_(0.3 * torch.randn_like(parameter))
-        model.save_pretrained(folder / name)
-        out[name] = str(folder / name)
-    return out
+    return {name: str(write_model(name, folder / name)) for name in ("qwen3", "qwen2", "llama", "qwen3_moe", "deepseek_v3")}
 
 
 def cases_of(models: dict[str, str], folder: Path) -> dict[int, list[dict[str, Any]]]:
@@ -69,8 +42,10 @@ def cases_of(models: dict[str, str], folder: Path) -> dict[int, list[dict[str, A
     one, two = [], []
     for family, path in models.items():
         one.append({"name": f"{family}_1", "model": path, **grads})
-        if family != "qwen3_moe":  # Megatron refuses to train experts with tensor but without sequence parallelism
+        if family in ("qwen3", "qwen2", "llama"):  # with experts Megatron refuses tensor without sequence parallelism
             two.append({"name": f"{family}_tp2", "model": path, "tokens": tp2, **grads})
+        else:
+            two.append({"name": f"{family}_pp2", "model": path, "tokens": ["--pipeline-model-parallel-size", "2"], **grads})
         two.append({"name": f"{family}_sp2", "model": path, "tokens": sp2, **grads})
     path = models["qwen3"]
     more = {"model": path, "first": 2, "load": str(folder / "save_1")}

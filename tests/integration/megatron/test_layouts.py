@@ -33,10 +33,12 @@ def without_times(metrics: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if not name.startswith("perf/")}
 
 
-@pytest.mark.parametrize(
-    ("family", "layout"), [(f, x) for f in ("qwen3", "qwen2", "llama") for x in ("tp2", "sp2")] + [("qwen3_moe", "sp2")]
-)
-def test_tensor_parallel_two_equals_one_process(results: Results, family: str, layout: str) -> None:
+DENSE = [(family, layout) for family in ("qwen3", "qwen2", "llama") for layout in ("tp2", "sp2")]
+OTHERS = [(family, layout) for family in ("qwen3_moe", "deepseek_v3") for layout in ("sp2", "pp2")]
+
+
+@pytest.mark.parametrize(("family", "layout"), [*DENSE, *OTHERS])
+def test_a_family_over_two_ranks_equals_one_process(results: Results, family: str, layout: str) -> None:
     one, two = results(f"{family}_1"), results(f"{family}_{layout}")
     assert losses(two) == pytest.approx(losses(one), abs=1e-6)
     assert worst(two["gradients"], one["gradients"]) <= 1e-5

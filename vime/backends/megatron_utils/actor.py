@@ -24,7 +24,7 @@ from vime.backends.megatron_utils.arguments import resolve
 from vime.backends.megatron_utils.checkpoint import load_state, save_state
 from vime.backends.megatron_utils.convert.registry import model_ops, model_shape
 from vime.backends.megatron_utils.convert.transfer import HFWeights, Ranks, load_hf_weights
-from vime.backends.megatron_utils.convert.writer import HF_FILES, HFWriter, copy_small_files
+from vime.backends.megatron_utils.convert.writer import HFWriter, copy_small_files, keep_model_files
 from vime.backends.megatron_utils.layout import Layout
 from vime.backends.megatron_utils.loss import LossHooks, loss_from_logits, packed_log_probs
 from vime.backends.megatron_utils.model import build_model, transformer_config
@@ -195,7 +195,9 @@ class MegatronTrainer:
                 assert writer is not None  # only rank 0 gets tensors
                 writer.add(name, tensor)
         if writer is not None:
-            copy_small_files(Path(str(self._config.model.hf_checkpoint)), Path(path))
+            source = Path(str(self._config.model.hf_checkpoint))
+            writer.add_carried(source, self._shape.carried)
+            copy_small_files(source, Path(path))
             writer.close()
         dist.barrier()
 
@@ -205,7 +207,7 @@ class MegatronTrainer:
             self._settle_parameters()
             save_state(path, self._model, self._optimizer, self._schedule, step=self._step)
             if dist.get_rank() == 0:  # `vime convert` then knows which model this is
-                copy_small_files(Path(str(self._config.model.hf_checkpoint)), Path(path) / HF_FILES)
+                keep_model_files(Path(str(self._config.model.hf_checkpoint)), Path(path))
             if self._config.model.ref_update_interval is not None:
                 with self._as_role("ref"):
                     self.save_hf(str(Path(path) / REFERENCE_FOLDER))
@@ -240,7 +242,7 @@ class MegatronTrainer:
             chunk.enable_forward_pre_hook()
 
     def _fill(self, chunks: Sequence[torch.nn.Module], folder: str) -> None:
-        load_hf_weights(chunks, folder, self._ops, ranks=self._ranks, tied=self._shape.tied)
+        load_hf_weights(chunks, folder, self._ops, self._shape, ranks=self._ranks)
 
     @property
     def _ranks(self) -> Ranks:

@@ -29,6 +29,7 @@ import torch
 from vime.backends.megatron_utils.bootstrap import Platform, import_megatron
 from vime.backends.megatron_utils.convert.registry import model_ops, model_shape
 from vime.backends.megatron_utils.convert.shape import ModelShape
+from vime.backends.megatron_utils.convert.shape_arguments import shape_arguments
 from vime.backends.megatron_utils.convert.transfer import check_hf_weights
 from vime.backends.megatron_utils.flags import CURES, HONOURED, NOT_YET_PREFIXES, VALUES
 from vime.backends.megatron_utils.layer_probe import has_transformer_engine
@@ -42,11 +43,6 @@ from vime.errors import ConfigError, VimeError
 __all__ = ["build_parser", "check_tokens", "main", "resolve", "shape_arguments"]
 
 log = logging.getLogger(__name__)
-ROPE_KEYS = {  # what may stand in rope_parameters beside rope_theta
-    "default": {"rope_type"},
-    "linear": {"rope_type", "factor"},
-    "llama3": {"rope_type", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
-}
 CPU_PLATFORM = Platform(device=torch.device("cpu"), dtype=torch.float32, backend="gloo")
 
 
@@ -101,80 +97,6 @@ def _value_problems(flag: str, dest: str, value: Any) -> list[str]:
                 f"{flag} {name}: this machine's choice is {there} (Transformer Engine is used where it is installed). Leave the flag out."
             ]
     return []
-
-
-def shape_arguments(shape: ModelShape, *, tensor_parallel: int, divisible_by: int) -> dict[str, Any]:
-    """Megatron's names for a model's shape. Raises ConfigError when tensor parallelism does not divide it."""
-    problems = [
-        f"--tensor-model-parallel-size {tensor_parallel} does not divide {what} ({count}) of {shape.path}."
-        for what, count in (
-            ("num_attention_heads", shape.num_heads),
-            ("num_key_value_heads", shape.num_groups),
-            ("intermediate_size", shape.ffn_size),
-        )
-        if count % tensor_parallel
-    ]
-    if problems:
-        raise ConfigError(*problems)
-    multiple = math.lcm(divisible_by, tensor_parallel)
-    return {
-        "num_layers": shape.num_layers,
-        "hidden_size": shape.hidden_size,
-        "ffn_hidden_size": shape.ffn_size,
-        "num_attention_heads": shape.num_heads,
-        "group_query_attention": True,
-        "num_query_groups": shape.num_groups,
-        "kv_channels": shape.head_dim,
-        "normalization": "RMSNorm",
-        "layernorm_epsilon": shape.norm_eps,
-        "layernorm_zero_centered_gamma": False,
-        "swiglu": True,
-        "add_bias_linear": False,
-        "add_qkv_bias": shape.qkv_bias,
-        "qk_layernorm": shape.qk_norm,
-        "position_embedding_type": "rope",
-        "rotary_base": int(shape.rope_theta) if shape.rope_theta.is_integer() else shape.rope_theta,
-        "rotary_percent": 1.0,
-        "rotary_interleaved": False,
-        **_rope_arguments(shape),
-        **_expert_arguments(shape),
-        "untie_embeddings_and_output_weights": not shape.tied,
-        "max_position_embeddings": shape.max_positions,
-        "vocab_size": shape.vocab_size,
-        "padded_vocab_size": -(-shape.vocab_size // multiple) * multiple,
-    }
-
-
-def _expert_arguments(shape: ModelShape) -> dict[str, Any]:
-    experts = shape.experts
-    if experts is None:
-        return {"num_experts": None}
-    return {
-        "num_experts": experts.num_experts,
-        "moe_layer_freq": 1 if all(experts.layers) else [int(mixed) for mixed in experts.layers],
-        "moe_ffn_hidden_size": experts.ffn_size,
-        "moe_router_topk": experts.top_k,
-        "moe_router_score_function": "softmax",
-        "moe_router_pre_softmax": not experts.normalised,
-    }
-
-
-def _rope_arguments(shape: ModelShape) -> dict[str, Any]:
-    scaling = dict(shape.rope_scaling)
-    kind = scaling.get("rope_type")
-    if unknown := set(scaling) - ROPE_KEYS.get(str(kind), set(scaling)):
-        raise ConfigError(f"{shape.path}: rope_type '{kind}' with {', '.join(sorted(unknown))} is not known.")
-    if kind == "default":
-        return {"use_rope_scaling": False, "rotary_seq_len_interpolation_factor": None}
-    if kind == "linear":
-        return {"use_rope_scaling": False, "rotary_seq_len_interpolation_factor": scaling["factor"]}
-    if kind == "llama3":
-        fixed = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
-        other = {key: scaling.get(key) for key, value in fixed.items() if scaling.get(key) != value}
-        if other:
-            raise ConfigError(f"{shape.path}: llama3 rope scaling with {other} is not supported (Megatron has {fixed} built in).")
-        return {"use_rope_scaling": True, "rope_scaling_factor": scaling["factor"], "rotary_seq_len_interpolation_factor": None}
-    raise ConfigError(f"{shape.path}: rope_type '{kind}' is not available yet (known: default, linear, llama3).")
 
 
 def contradictions(parser: argparse.ArgumentParser, explicit: Mapping[str, Any], implied: Mapping[str, Any], source: str) -> list[str]:
@@ -293,7 +215,7 @@ def check_tokens(
     if hf_checkpoint is not None:
         try:
             shape = model_shape(hf_checkpoint)
-            check_hf_weights(hf_checkpoint, model_ops(shape, shape.vocab_size), tied=shape.tied)
+            check_hf_weights(hf_checkpoint, model_ops(shape, shape.vocab_size), shape)
             implied = _with_shape(parser, explicit, args, shape, problems)
         except ConfigError as error:
             problems += error.problems

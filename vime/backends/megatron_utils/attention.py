@@ -91,13 +91,13 @@ class _ShortAttention(torch.autograd.Function):
 
 
 def _short_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shape: Rectangle, scale: float) -> torch.Tensor:
-    """`_ShortAttention` of one rectangle. q [b m, H, D], k and v [b m, G, D] -> [b m, H, D]."""
+    """`_ShortAttention` of one rectangle. q [b m, H, D], k [b m, G, D], v [b m, G, V] -> [b m, H, V]."""
     b, m = shape.rows, shape.longest
     groups, width = k.shape[1:]
     queries = q.view(b, m, groups, -1, width).permute(0, 2, 3, 1, 4).reshape(b * groups, -1, width)
-    keys, values = (x.view(b, m, groups, width).transpose(1, 2).reshape(b * groups, m, width) for x in (k, v))
+    keys, values = (x.view(b, m, groups, -1).transpose(1, 2).reshape(b * groups, m, -1) for x in (k, v))
     out = _ShortAttention.apply(queries, keys, values, shape.bias(q.dtype), b, scale)
-    return out.view(b, groups, -1, m, width).permute(0, 3, 1, 2, 4).reshape(b * m, -1, width)
+    return out.view(b, groups, -1, m, v.shape[-1]).permute(0, 3, 1, 2, 4).reshape(b * m, -1, v.shape[-1])
 
 
 def packed_attention_cpu(
@@ -188,10 +188,10 @@ class PackedCoreAttention(MegatronModule):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: PackedParams | None = None,
     ) -> torch.Tensor:
-        """query [T, 1, H, D], key and value [T, 1, G, D] -> [T, 1, H x D]."""
+        """query [T, 1, H, D], key [T, 1, G, D] and value [T, 1, G, V], or all without the second dimension -> [T, 1, H x V]."""
         if packed_seq_params is None or attention_mask is not None or attention_bias is not None:
             raise NotImplementedError("PackedCoreAttention needs packed_seq_params, and takes neither a mask nor a bias.")
-        q, k, v = query.squeeze(1), key.squeeze(1), value.squeeze(1)
+        q, k, v = (x.squeeze(1) if x.ndim == 4 else x for x in (query, key, value))
         if packed_seq_params.rotary is not None:
             q, k = (rotate(x, *packed_seq_params.rotary) for x in (q, k))
         dropout = self.dropout if self.training else 0.0

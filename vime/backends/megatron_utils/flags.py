@@ -13,7 +13,11 @@ SHAPE = frozenset(
     "rotary_base rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor use_rope_scaling rope_scaling_factor "
     "untie_embeddings_and_output_weights max_position_embeddings vocab_size padded_vocab_size make_vocab_size_divisible_by "
     "layernorm_zero_centered_gamma add_position_embedding num_experts moe_layer_freq moe_ffn_hidden_size moe_router_topk "
-    "moe_router_score_function moe_router_pre_softmax".split()
+    "moe_router_score_function moe_router_pre_softmax moe_router_enable_expert_bias moe_router_num_groups moe_router_group_topk "
+    "moe_router_topk_scaling_factor moe_router_dtype moe_shared_expert_intermediate_size moe_shared_expert_gate multi_latent_attention "
+    "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type rotary_scaling_factor mscale mscale_all_dim "
+    "attention_output_gate experimental_attention_variant linear_attention_freq linear_conv_kernel_dim linear_key_head_dim "
+    "linear_value_head_dim linear_num_key_heads linear_num_value_heads".split()
 )
 PARALLEL = frozenset(
     "tensor_model_parallel_size sequence_parallel pipeline_model_parallel_size context_parallel_size expert_model_parallel_size "

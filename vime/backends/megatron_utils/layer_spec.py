@@ -18,6 +18,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from vime.backends.megatron_utils.attention import PackedCoreAttention
 from vime.backends.megatron_utils.fused import rms_norm, swiglu
+from vime.backends.megatron_utils.latent import LatentAttention
 from vime.backends.megatron_utils.layer_probe import has_transformer_engine
 from vime.backends.megatron_utils.linear import ColumnLinear, RowLinear
 
@@ -106,8 +107,12 @@ def _put_ours(submodules: Any, config: TransformerConfig) -> None:
     submodules.input_layernorm = RMSNorm
     submodules.pre_mlp_layernorm = RMSNorm
     attention = submodules.self_attention.submodules
-    attention.core_attention = PackedCoreAttention
-    attention.linear_qkv, attention.linear_proj = ColumnLinear, RowLinear
+    attention.core_attention, attention.linear_proj = PackedCoreAttention, RowLinear
+    if config.multi_latent_attention:
+        submodules.self_attention.module = LatentAttention
+        attention.q_layernorm = attention.kv_layernorm = RMSNorm
+        return
+    attention.linear_qkv = ColumnLinear
     if config.qk_layernorm:
         attention.q_layernorm = RMSNorm
         attention.k_layernorm = RMSNorm

@@ -42,6 +42,9 @@ class PackedGPTModel(GPTModel):
             embedded.requires_grad_()  # recomputed layers learn nothing behind an embedding that is frozen
         if packed_seq_params is None or packed_seq_params.qkv_format != "sbhd":
             return embedded, *rest, padding_mask
+        if rest[0] is None:
+            packed_seq_params.positions = position_ids.flatten()
+            return embedded, *rest, padding_mask
         if self.config.context_parallel_size > 1:  # all positions, not those that Megatron would cut out for this rank
             rest[0] = self.rotary_pos_emb(packed_seq_params.max_seqlen_q, packed_seq=True)
         frequencies = rest[0].index_select(0, position_ids.flatten())

@@ -31,7 +31,7 @@ from vime.backends.megatron_utils.convert.registry import model_ops, model_shape
 from vime.backends.megatron_utils.convert.shape import ModelShape
 from vime.backends.megatron_utils.convert.stored import COMPLETE, StoredTensors, stored_sizes
 from vime.backends.megatron_utils.convert.transfer import check_hf_weights
-from vime.backends.megatron_utils.convert.writer import HF_FILES, HFWriter, copy_small_files
+from vime.backends.megatron_utils.convert.writer import HFWriter, copy_small_files, keep_model_files
 from vime.config.run import RunConfig
 from vime.config.sections import ModelConfig
 from vime.errors import CheckpointError, ResourceError, VimeError
@@ -90,12 +90,12 @@ def hf_to_megatron(source: Path, target: Path) -> None:
     """
     _check_new(target)
     with _skeleton(source) as (shape, ops, entries), HFFolder(source) as folder:
-        check_hf_weights(source, ops, tied=shape.tied)
+        check_hf_weights(source, ops, shape)
         partial = target.with_name(target.name + ".part")
         try:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-            copy_small_files(source, partial / HF_FILES)
+            keep_model_files(source, partial)
             write_checkpoint({}, storage_writer=FileSystemWriter(partial), planner=_Planner(folder, ops, entries), no_dist=True)
             (partial / COMPLETE).write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
             partial.rename(target)
@@ -171,13 +171,14 @@ def megatron_to_hf(source: Path, target: Path, *, hf_folder: Path, shard_bytes: 
     """
     _check_new(target)
     stored = StoredTensors(source)
-    with _skeleton(hf_folder) as (_, ops, entries):
+    with _skeleton(hf_folder) as (shape, ops, entries):
         _check_same_model(source, hf_folder, entries, stored)
         writer = HFWriter(target, shard_bytes)
         try:
             for op in ops:
                 for name, tensor in zip(op.hf, op.split(_read(stored, entries[op.megatron])), strict=True):
                     writer.add(name, tensor.clone())
+            writer.add_carried(hf_folder, shape.carried)
             copy_small_files(hf_folder, target)
             writer.close()
         except BaseException:

@@ -37,6 +37,14 @@ class HFFolder:
         """All tensor names."""
         return set(self._file_of)
 
+    def names_under(self, beginnings: tuple[str, ...]) -> list[str]:
+        """The names that begin with one of these, sorted."""
+        return sorted(name for name in self._file_of if name.startswith(beginnings)) if beginnings else []
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor that is there."""
+        return tuple(self._handle(self._file_of[name]).get_slice(name).get_shape())
+
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """One tensor, on the CPU, in the dtype in which it is stored."""
         file = self.check(name, shape)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["QKV", "Copy", "GateUp", "Op", "Shard", "Vocabulary"]
+__all__ = ["QKV", "Copy", "GateUp", "GatedQKV", "Op", "Sections", "Shard", "Vocabulary"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,3 +134,38 @@ class GateUp(Op):
     def merge(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
         halves = [shard.chunk(2) for shard in shards]
         return torch.cat([half[0] for half in halves] + [half[1] for half in halves])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatedQKV(QKV):
+    """The same where q holds, head by head, a query and the gate of its output: [group: its queries, their gates, key, value]."""
+
+    def fuse(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        rest = parts[0].shape[1:]
+        queries = parts[0].reshape(self.groups, -1, 2, self.head_dim, *rest).transpose(1, 2)
+        return QKV.fuse(self, [queries.reshape(-1, *rest), *parts[1:]])
+
+    def split(self, whole: torch.Tensor) -> list[torch.Tensor]:
+        rest = whole.shape[1:]
+        queries, key, value = QKV.split(self, whole)
+        return [queries.reshape(self.groups, 2, -1, self.head_dim, *rest).transpose(1, 2).reshape(-1, *rest), key, value]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sections(Op):
+    """Tensors stacked along the rows; each rank stacks its own part of each of the `sections` (numbers of rows)."""
+
+    sections: tuple[int, ...]
+
+    def fuse(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.cat(list(parts))
+
+    def split(self, whole: torch.Tensor) -> list[torch.Tensor]:
+        return list(whole.split([shape[0] for shape in self.hf_shapes]))
+
+    def shard(self, whole: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+        return torch.cat([part.chunk(size)[rank] for part in whole.split(list(self.sections))])
+
+    def merge(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
+        cut = [shard.split([rows // len(shards) for rows in self.sections]) for shard in shards]
+        return torch.cat([part for section in zip(*cut, strict=True) for part in section])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from vime.backends.megatron_utils.convert.dense import dense_ops
+from vime.backends.megatron_utils.convert.decoder import decoder_ops
 from vime.backends.megatron_utils.convert.family import Family
 from vime.backends.megatron_utils.convert.fields import Fields
 from vime.backends.megatron_utils.convert.shape import ModelShape, common_shape, softmax_experts
@@ -17,4 +17,4 @@ def _shape(fields: Fields) -> ModelShape:
     return replace(shape, experts=softmax_experts(fields))
 
 
-FAMILY = Family(architecture="Qwen3MoeForCausalLM", shape=_shape, ops=dense_ops)
+FAMILY = Family(architecture="Qwen3MoeForCausalLM", shape=_shape, ops=decoder_ops)

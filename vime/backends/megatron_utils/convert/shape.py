@@ -10,7 +10,7 @@ from typing import Any
 from vime.backends.megatron_utils.convert.fields import Fields
 from vime.errors import CheckpointError
 
-__all__ = ["ExpertShape", "ModelShape", "common_shape", "softmax_experts"]
+__all__ = ["DeltaShape", "ExpertShape", "LatentShape", "ModelShape", "common_shape", "softmax_experts"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +22,37 @@ class ExpertShape:
     ffn_size: int  # of one expert
     layers: tuple[bool, ...]  # which layers are mixtures; the others are dense
     normalised: bool  # the weights of a token's chosen experts sum to 1
+    sigmoid: bool = False  # scores are sigmoids, not a softmax
+    selection_bias: bool = False  # experts are chosen by score plus a bias that is no part of their weight
+    num_limited: int | None = None  # the experts stand in so many groups, of which
+    top_limited: int | None = None  # a token takes its experts from this many
+    scaling: float | None = None  # of the weights
+    shared_ffn_size: int = 0  # of the MLP that all tokens go through
+    shared_name: str = "shared_expert"
+    shared_gate: bool = False  # a sigmoid gate scales its output
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentShape:
+    """Multi-head latent attention: queries, and keys with values, go through a narrow projection."""
+
+    query_rank: int
+    key_rank: int
+    plain_dim: int  # of a head, without position
+    rope_dim: int  # of a head, rotated
+    value_dim: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaShape:
+    """Gated delta nets, which stand in place of attention in some layers."""
+
+    layers: tuple[bool, ...]
+    num_keys: int  # heads
+    num_values: int
+    key_dim: int  # of a head
+    value_dim: int
+    kernel: int  # of the convolution
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +77,13 @@ class ModelShape:
     qk_norm: bool  # RMSNorm on each head of queries and keys
     qkv_bias: bool
     experts: ExpertShape | None = None  # None: all layers are dense
+    latent: LatentShape | None = None  # None: attention by heads in groups
+    delta: DeltaShape | None = None  # None: attention in all layers
+    output_gate: bool = False  # attention's output is scaled by a sigmoid of its input
+    unit_norms: bool = False  # norms multiply by 1 + weight
+    rotary_part: float = 1.0  # of a head that is rotated
+    prefix: str = "model."  # what the names in the folder begin with
+    carried: tuple[str, ...] = ()  # beginnings of names of tensors that are not trained; exports take them over unchanged
 
 
 def common_shape(fields: Fields, *, qk_norm: bool, qkv_bias: bool, needs_head_dim: bool = False) -> ModelShape:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from vime.backends.megatron_utils.convert.folder import HFFolder
 from vime.backends.megatron_utils.convert.ops import Op
+from vime.backends.megatron_utils.convert.shape import ModelShape
 from vime.errors import CheckpointError
 
 __all__ = ["HFWeights", "Ranks", "check_hf_weights", "load_hf_weights", "parameters_by_name"]
@@ -19,6 +20,9 @@ __all__ = ["HFWeights", "Ranks", "check_hf_weights", "load_hf_weights", "paramet
 TRANSFORMER_ENGINE_NAMES = (  # the local spec's name, and where Transformer Engine fuses the norm into the next layer
     (".input_layernorm.weight", ".self_attention.linear_qkv.layer_norm_weight"),
     (".pre_mlp_layernorm.weight", ".mlp.linear_fc1.layer_norm_weight"),
+    (".self_attention.q_layernorm.weight", ".self_attention.linear_q_up_proj.layer_norm_weight"),
+    (".self_attention.kv_layernorm.weight", ".self_attention.linear_kv_up_proj.layer_norm_weight"),
+    (".input_layernorm.weight", ".self_attention.in_proj.layer_norm_weight"),
 )
 GROUPED = re.compile(r"\.experts\.(linear_fc[12])\.weight(\d+)$")  # one grouped product for all experts of a rank
 LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
@@ -48,7 +52,8 @@ def parameters_by_name(chunks: Chunks) -> dict[str, torch.Tensor]:
     """
     out: dict[str, torch.Tensor] = {}
     for chunk in chunks:
-        for name, parameter in chunk.named_parameters():
+        biases = ((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(".router.expert_bias"))
+        for name, parameter in (*chunk.named_parameters(), *biases):
             out[_global_name(chunk, name)] = parameter
     return out
 
@@ -66,13 +71,14 @@ def _global_name(chunk: torch.nn.Module, name: str) -> str:
     return f"decoder.layers.{layer.layer_number - 1}.{name[found.end() :]}"  # type: ignore[operator]
 
 
-def check_hf_weights(folder: str | Path, ops: Sequence[Op], *, tied: bool) -> None:
+def check_hf_weights(folder: str | Path, ops: Sequence[Op], shape: ModelShape) -> None:
     """Check by the files' headers alone that a folder holds exactly the model's tensors. Raises CheckpointError."""
     with HFFolder(folder) as source:
-        source.check_no_others([name for op in ops for name in op.hf] + (["lm_head.weight"] if tied else []))
+        known = [name for op in ops for name in op.hf] + (["lm_head.weight"] if shape.tied else [])
+        source.check_no_others([*known, *source.names_under(shape.carried)])
         for op in ops:
-            for name, shape in zip(op.hf, op.hf_shapes, strict=True):
-                source.check(name, shape)
+            for name, size in zip(op.hf, op.hf_shapes, strict=True):
+                source.check(name, size)
 
 
 def _own_parameters(chunks: Chunks, ops: Sequence[Op]) -> list[list[torch.Tensor]]:
@@ -91,17 +97,17 @@ def _own_parameters(chunks: Chunks, ops: Sequence[Op]) -> list[list[torch.Tensor
 
 
 @torch.no_grad()
-def load_hf_weights(chunks: Chunks, folder: str | Path, ops: Sequence[Op], *, ranks: Ranks, tied: bool) -> None:
+def load_hf_weights(chunks: Chunks, folder: str | Path, ops: Sequence[Op], shape: ModelShape, *, ranks: Ranks) -> None:
     """Fill this rank's part of the model from a folder; only the tensors that it needs are read.
 
     Raises CheckpointError for a torn folder, and for weights that do not fill the model exactly.
     """
     own = _own_parameters(chunks, ops)
-    check_hf_weights(folder, ops, tied=tied)
+    check_hf_weights(folder, ops, shape)
     with HFFolder(folder) as source:
         for op, parameters in zip(ops, own, strict=True):
             if parameters:
-                whole = op.fuse([source.tensor(name, shape) for name, shape in zip(op.hf, op.hf_shapes, strict=True)])
+                whole = op.fuse([source.tensor(name, size) for name, size in zip(op.hf, op.hf_shapes, strict=True)])
                 for parameter in parameters:
                     parameter.copy_(op.shard(whole, *ranks.of(op)))
 

@@ -10,12 +10,13 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from vime.backends.megatron_utils.convert.folder import INDEX, SINGLE
-from vime.errors import ResourceError
+from vime.backends.megatron_utils.convert.folder import INDEX, SINGLE, HFFolder
+from vime.errors import CheckpointError, ResourceError
 
-__all__ = ["DEFAULT_SHARD_BYTES", "HF_FILES", "HFWriter", "copy_small_files"]
+__all__ = ["DEFAULT_SHARD_BYTES", "HF_FILES", "HFWriter", "copy_small_files", "keep_model_files"]
 
 DEFAULT_SHARD_BYTES = 5 * 10**9
+ORIGIN = "origin.txt"  # in that folder: the path of the one that was trained
 HF_FILES = "hf"  # the folder in a Megatron checkpoint that holds the model's config.json and tokenizer
 SMALL_FILES = (
     "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
@@ -32,6 +33,12 @@ def copy_small_files(source: Path, target: Path) -> None:
                 shutil.copyfile(file, target / file.name)
     except OSError as error:
         raise _not_written(target, error) from error
+
+
+def keep_model_files(source: Path, checkpoint: Path) -> None:
+    """Put a model's small files into a Megatron checkpoint, and where its folder is, so that it can be converted back."""
+    copy_small_files(source, checkpoint / HF_FILES)
+    (checkpoint / HF_FILES / ORIGIN).write_text(str(source.absolute()), encoding="utf-8")
 
 
 class HFWriter:
@@ -60,6 +67,21 @@ class HFWriter:
             self._flush()
         self._shard[name] = tensor.cpu().contiguous()
         self._bytes += tensor.nbytes
+
+    def add_carried(self, source: Path, carried: tuple[str, ...]) -> None:
+        """Take over, unchanged, what the model's folder holds of tensors that are not trained. Raises CheckpointError without it."""
+        if not carried:
+            return
+        origin = source / ORIGIN
+        folder = Path(origin.read_text(encoding="utf-8")) if origin.is_file() else source
+        if not folder.is_dir():
+            raise CheckpointError(
+                f"the tensors {', '.join(carried)} are not trained, so they are in the model's own folder alone, and {folder} is not "
+                "there: give that folder as --hf-checkpoint."
+            )
+        with HFFolder(folder) as weights:
+            for name in weights.names_under(carried):
+                self.add(name, weights.tensor(name, weights.shape(name)))
 
     def close(self) -> None:
         """Write what is left, give the shards their names, and write the index where there are several."""

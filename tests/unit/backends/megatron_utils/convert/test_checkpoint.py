@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tests.unit.backends.megatron_utils.convert.test_conversion import write_folder
 from vime.backends.megatron_utils.convert.checkpoint import hf_to_megatron, megatron_to_hf
@@ -65,6 +65,21 @@ def test_large_models_are_written_in_shards_with_an_index(converted: tuple[Path,
 def test_a_small_model_is_one_file_without_an_index(converted: tuple[Path, Path], tmp_path: Path) -> None:
     megatron_to_hf(converted[1], tmp_path / "out", hf_folder=converted[0], shard_bytes=10**9)
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_layers_that_are_not_trained_are_carried_from_the_models_own_folder(tmp_path: Path) -> None:
+    shape, tensors = write_folder(tmp_path / "hf", "DeepseekV3ForCausalLM")
+    tensors |= {"model.layers.2.eh_proj.weight": torch.randn(32, 64), "model.layers.2.enorm.weight": torch.randn(32)}
+    save_file(tensors, str(tmp_path / "hf" / "model.safetensors"))
+    hf_to_megatron(tmp_path / "hf", tmp_path / "megatron")
+    megatron_to_hf(tmp_path / "megatron", tmp_path / "back", hf_folder=tmp_path / "megatron" / "hf", shard_bytes=SHARD_BYTES)
+    back = read(tmp_path / "back")
+    assert shape.carried == ("model.layers.2.",)
+    assert set(back) == set(tensors)
+    assert all(torch.equal(back[name], tensor) for name, tensor in tensors.items())
+    (tmp_path / "hf").rename(tmp_path / "moved")
+    with pytest.raises(CheckpointError, match=r"tensors model\.layers\.2\. are not trained.* give that folder as --hf-checkpoint"):
+        megatron_to_hf(tmp_path / "megatron", tmp_path / "again", hf_folder=tmp_path / "megatron" / "hf", shard_bytes=SHARD_BYTES)
 
 
 def test_another_models_checkpoint_is_refused(converted: tuple[Path, Path], tmp_path: Path) -> None:

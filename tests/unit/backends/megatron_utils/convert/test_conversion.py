@@ -20,7 +20,12 @@ SIZE = {
     "vocab_size": 90, "max_position_embeddings": 64, "head_dim": 16,
 }  # fmt: skip
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True, "mlp_only_layers": [0]}
-OWN: dict[str, dict[str, Any]] = {"Qwen3MoeForCausalLM": EXPERTS}  # what a family's config.json has more
+LATENT = {
+    "kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16, "moe_intermediate_size": 24,
+    "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4, "first_k_dense_replace": 1, "n_shared_experts": 1,
+    "routed_scaling_factor": 2.5, "num_nextn_predict_layers": 1,
+}  # fmt: skip
+OWN: dict[str, dict[str, Any]] = {"Qwen3MoeForCausalLM": EXPERTS, "DeepseekV3ForCausalLM": LATENT}  # what a config.json has more
 
 
 def write_folder(
@@ -55,7 +60,7 @@ def test_conversion_is_a_bijection(tmp_path: Path, architecture: str, tied: bool
     assert all(torch.equal(back[name], tensors[name]) for name in tensors)
 
 
-@pytest.mark.parametrize("architecture", sorted(FAMILIES))
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"])
 def test_shards_of_queries_and_gates_hold_whole_heads_and_matching_halves(tmp_path: Path, architecture: str) -> None:
     shape, tensors = write_folder(tmp_path / "m", architecture)
     ops = {op.megatron: op for op in model_ops(shape, 128)}
@@ -201,6 +206,14 @@ def test_what_the_layers_lack_is_refused(tmp_path: Path, change: dict[str, Any])
 def test_a_key_that_nobody_knows_is_refused_with_its_value(tmp_path: Path, architecture: str, key: str, value: Any) -> None:
     with pytest.raises(CheckpointError, match=rf"what may change the computation: {key} = "):
         write_folder(tmp_path / "m", architecture, **{key: value})
+
+
+@pytest.mark.parametrize(
+    "change", [{"scoring_func": "softmax"}, {"topk_method": "greedy"}, {"num_experts_per_tok": 2}, {"norm_topk_prob": False}]
+)
+def test_routing_that_megatron_does_otherwise_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError, match="not supported"):
+        write_folder(tmp_path / "m", "DeepseekV3ForCausalLM", **change)
 
 
 def test_keys_that_are_off_or_change_nothing_are_accepted(tmp_path: Path) -> None:

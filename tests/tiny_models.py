@@ -1,0 +1,55 @@
+"""Tiny random models of all families, built by transformers, with weights large enough for a wrong sum to show."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SIZE = {
+    "vocab_size": 90, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "initializer_range": 0.2,
+}  # fmt: skip
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+LATENT = {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
+LIMITED = {
+    "moe_intermediate_size": 24, "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4, "first_k_dense_replace": 1,
+    "num_key_value_heads": 4, "num_mtp_layers": 0,
+}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+    "rope_theta": 500.0,
+}  # fmt: skip
+YARN = {
+    "rope_type": "yarn", "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.7,
+    "original_max_position_embeddings": 32, "rope_theta": 10000.0,
+}  # fmt: skip
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> (transformers' class without "Config" or "ForCausalLM", changes of SIZE)
+    "qwen3": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": False}),
+    "llama": ("Llama", {"tie_word_embeddings": False}),
+    "llama3_rope": ("Llama", {"rope_parameters": LLAMA3}),
+    "qwen3_moe": ("Qwen3Moe", {"head_dim": 16, "tie_word_embeddings": False, **EXPERTS}),
+    "qwen3_moe_mixed": ("Qwen3Moe", {"head_dim": 16, **EXPERTS, "norm_topk_prob": False, "mlp_only_layers": [0]}),
+    "deepseek_v3": ("DeepseekV3", {**LATENT, **LIMITED}),
+    "deepseek_v3_yarn": ("DeepseekV3", {**LATENT, **LIMITED, "rope_parameters": YARN}),
+}
+
+
+def write_model(name: str, folder: Path) -> Path:
+    """Build the model and save it in `folder`, which is returned."""
+    import transformers
+
+    family, changes = MODELS[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**SIZE | changes)
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    with torch.no_grad():
+        for key, tensor in model.state_dict().items():
+            if "norm" in key or key.endswith(("bias", "A_log")):
+                tensor.add_(0.3 * torch.randn_like(tensor))
+            elif key.endswith(("conv1d.weight", "mlp.gate.weight")):
+                tensor.copy_(0.3 * torch.randn_like(tensor))
+    model.save_pretrained(folder)
+    return folder
