@@ -9,7 +9,7 @@ sleep 3
 set -ex
 export PYTHONUNBUFFERED=1
 
-LINKS=$(nvidia-smi topo -m | grep -c 'NV[0-9]')
+LINKS=$(nvidia-smi topo -m | grep -o 'NV[0-9]' | wc -l)
 if [ "$LINKS" -gt 0 ]; then
     NVLS=1
 else

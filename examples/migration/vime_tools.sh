@@ -6,7 +6,6 @@ set -euo pipefail
 NUM_GPUS=${NUM_GPUS:-4}
 RUN_DIR="${DATA}/runs/tools"
 
-ulimit -n 65536
 cd "$(dirname "$0")/../.."
 source examples/migration/models/qwen3_4b.sh
 

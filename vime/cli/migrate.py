@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -63,11 +64,14 @@ def _options() -> argparse.ArgumentParser:
 
 
 def _megatron() -> MegatronFlags | None:
+    logging.disable(logging.WARNING)  # what third parties say while they are loaded is no concern of the user's
     try:
         return MegatronFlags()
     except ImportError as error:
         print(f"vime migrate: Megatron's flags are kept unchecked: {error}", file=sys.stderr)
         return None
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def _checked(command: Command) -> list[Note]:

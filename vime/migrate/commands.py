@@ -70,9 +70,6 @@ class _Grouper:
 
     def _operator(self, op: Op) -> None:
         if op.text in _REDIRECTIONS:
-            words = self._command.words
-            if words and isinstance(words[-1], Word) and words[-1].bare in ("0", "1", "2"):
-                words.pop()  # the number before a redirection
             self._at += isinstance(self._tokens[self._at], Word) if self._at < len(self._tokens) else 0
         elif op.text in ("<<", "<<-"):
             return

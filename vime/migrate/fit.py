@@ -24,7 +24,6 @@ from vime.migrate.values import literal
 __all__ = ["fit"]
 
 _NO_EFFECT = re.compile(r"(?P<flags>--[\w-]+(?: \S+)?(?:, --[\w-]+)*) ha(?:s|ve) no effect (?P<why>.*)")
-_FOLDERS = ("--hf-checkpoint", "--ref-load", "--load", "--opd-teacher-load", "--critic-load", "--lora-load")
 _ENGINES, _ROUTER = ("--vllm-", "--no-vllm-"), "--router-"
 _GIVEN_UP = 20  # rounds of dropping; each drops at least one flag
 
@@ -176,9 +175,8 @@ class _Fitter:
 
     def _values(self, flag: Flag, folder: str, file: str) -> list[str]:
         """A flag's values for the check, with folders and files that exist."""
-        if flag.name in _FOLDERS and len(flag.values) == 1:
-            return [folder]
-        if flag.name in ("--prompt-data", "--eval-prompt-data"):
-            pairs = flag.name == "--eval-prompt-data"
-            return [file if number % 2 == pairs else value.shown for number, value in enumerate(flag.values)]
-        return [value.usual if value.usual is not None else value.shown for value in flag.values]
+        values = [value.usual if value.usual is not None else value.shown for value in flag.values]
+        if flag.name == "--eval-prompt-data":
+            return [file if number % 2 else value for number, value in enumerate(values)]
+        stand_in = {"folder": folder, "file": file}.get(self._table[flag.name].path or "")
+        return [stand_in] if stand_in is not None and len(values) == 1 else values

@@ -111,8 +111,14 @@ class _Translator:
         last = {flag.name: number for number, flag in enumerate(flags)}
         kept = []
         for number, flag in enumerate(flags):
-            if last[flag.name] == number or flag.name in _REPEATABLE:
-                kept.append(flag)
+            if last[flag.name] == number:
+                together = tuple(value for each in flags if each.name == flag.name for value in each.values)
+                merged = replace(flag, values=together) if flag.name in _REPEATABLE else flag
+                if merged != flag:
+                    self._note("changed", flag, "one flag takes all of them.", new=merged.shown)
+                kept.append(merged)
+            elif flag.name in _REPEATABLE:
+                continue
             elif flag.values != flags[last[flag.name]].values:
                 self._note("dropped", flag, f"it is given again ({flags[last[flag.name]].place}), and the last one counts.")
         return kept
@@ -198,15 +204,16 @@ class _Translator:
             self._keep(flag)
 
     def _function(self, flag: Flag) -> None:
-        old = flag.values[0].exact if len(flag.values) == 1 else None
-        new = new_path(old) if old is not None else None
-        if old is None or new == old:
-            self._out.notes += imports_of(old or "", self._folders) if old else ()
-            self._keep(flag)
-        elif new is None:
+        """A flag that names functions: those of slime's and Vime's are looked for here, the user's own for imports to be changed."""
+        old = [value.exact or "" for value in flag.values]
+        new = [new_path(path) for path in old]
+        if None in new:
             self._note("could not", flag, "there is no such function here: see docs/hooks.md for those that there are, or bring your own.")
+        elif new != old:
+            self._change(flag, replace(flag, values=tuple(literal(path or "") for path in new)), "the function's place here.")
         else:
-            self._change(flag, replace(flag, values=(literal(new),)), "the function's place here.")
+            self._out.notes += [note for path in old for note in imports_of(path, self._folders)]
+            self._keep(flag)
 
     def _engine(self, flag: Flag) -> None:
         """--vllm-X and --router-X: what vime sets itself is refused."""

@@ -54,12 +54,9 @@ def _names(node: ast.stmt) -> list[str]:
 
 def imports_of(path: str, folders: Sequence[Path]) -> Iterator[Note]:
     """What must change in the module of a user's function (`package.module.name`), when its file is found in one of `folders`."""
-    *parts, _ = path.split(".")
-    for folder in folders:
-        file = folder.joinpath(*parts).with_suffix(".py") if parts else folder
-        if file.is_file():
-            break
-    else:
+    module = path.rpartition(".")[0].replace(".", "/")
+    file = next((file for folder in folders if (file := folder / f"{module}.py").is_file()), None)
+    if not module or file is None:
         return
     for number, line in enumerate(file.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
         match = _IMPORT.match(line)

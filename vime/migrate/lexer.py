@@ -112,6 +112,8 @@ class _Lexer:
         self._skip_blanks()
         if self._at >= len(self._source):
             return None
+        if match := re.compile(r"\d+(?=[<>])").match(self._source, self._at):
+            self._at = match.end()  # the number before a redirection
         line = self._line
         if self._source.startswith("((", self._at):  # arithmetic: a command of its own, or the head of a for loop
             end = self._balanced(self._at + 1, "(", ")")

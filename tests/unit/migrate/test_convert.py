@@ -176,6 +176,12 @@ def test_a_reference_converted_from_the_model_is_the_model(tmp_path: Path, megat
     assert not reasons(notes, "could not")
 
 
+def test_a_flag_that_was_repeated_takes_all_its_values(tmp_path: Path, megatron: MegatronFlags) -> None:
+    command, notes = migrate(tmp_path, "--rollout-sample-hook-path a.b --rollout-sample-hook-path c.d", megatron)
+    assert "--rollout-sample-hook-path a.b c.d" in added(command)
+    assert [note.new for note in notes if note.kind == "changed"] == ["--rollout-sample-hook-path a.b c.d"]
+
+
 def test_a_key_moves_into_the_environment(tmp_path: Path, megatron: MegatronFlags) -> None:
     command, _ = migrate(tmp_path, "--use-wandb --wandb-key $KEY", megatron)
     assert command.environment["WANDB_API_KEY"].value.shown == "${KEY}"

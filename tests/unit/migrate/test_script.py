@@ -48,6 +48,7 @@ def notes(script: Script, kind: str) -> list[tuple[str, str]]:
         ("{} --x '${{N}}'", ["--x", "${N}"]),
         ("{} --x 2>&1 | tee log.txt", ["--x"]),
         ("{} --x > log 2> err &", ["--x"]),
+        ("{} --x 1 > log", ["--x", "1"]),
         ("cd /repo && {} --x", ["--x"]),
         ("set -e; export A=1; {} --x", ["--x"]),
         ("if ! grep -q x f; then echo no; elif $LONG; then echo; fi\n{} --x", ["--x"]),
@@ -164,10 +165,12 @@ def test_expansions_that_are_not_read_stay_as_they_are_written(tmp_path: Path) -
 
 
 def test_commands_are_dropped_with_a_reason_or_reported(tmp_path: Path) -> None:
-    text = f"pkill -9 python\nray stop\nsleep 3\necho hi\nmkdir -p x\npip install y\nfor h in a; do\n  ssh $h 'ray start'\ndone\n{LAUNCH}"
-    script = read(tmp_path, text)
-    assert notes(script, "dropped") == [("line 1", "pkill"), ("line 2", "ray stop"), ("line 5", "mkdir"), ("line 8", "ssh")]
-    assert notes(script, "could not") == [("line 6", "pip install y")]
+    lines = ["pkill -9 python", "ray stop", "sleep 3", "echo hi", "mkdir -p x", "ulimit -n 9", "pip install y"]
+    loop = ["for h in a; do", "  ssh $h 'ray start'", "done"]
+    script = read(tmp_path, "\n".join([*lines, *loop, LAUNCH]))
+    dropped = [("line 1", "pkill"), ("line 2", "ray stop"), ("line 5", "mkdir"), ("line 6", "ulimit"), ("line 9", "ssh")]
+    assert notes(script, "dropped") == dropped
+    assert notes(script, "could not") == [("line 7", "pip install y")]
 
 
 def test_only_the_first_launch_is_taken(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from vime.cli import migrate
+from vime.config.parse import own_flags
 from vime.errors import ConfigError
 from vime.migrate.expand import Item
 from vime.migrate.flags import Flag
@@ -150,6 +151,24 @@ def test_the_command_writes_a_file_that_can_be_run(
     assert "Added" in capsys.readouterr().out
     assert migrate.main([str(old), "--output", str(tmp_path / "run.yaml"), "--device", "cpu"]) == 0
     assert yaml.safe_load((tmp_path / "run.yaml").read_text())["rollout-batch-size"] == 4
+
+
+def test_check_adds_what_the_parsers_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    asked: list[list[str]] = []
+
+    def refuse(argv: list[str]) -> None:
+        asked.append(argv)
+        raise ConfigError("--x is wrong.")
+
+    monkeypatch.setattr(migrate, "_megatron", lambda: None)
+    monkeypatch.setattr("vime.utils.arguments.parse_args", refuse)
+    old = tmp_path / "old.sh"
+    old.write_text("python train.py --rollout-batch-size 4 --num-rollout $N --colocate")
+    assert migrate.main([str(old), "--check"]) == 0
+    assert "--x is wrong." in capsys.readouterr().out.partition("Could not")[2]
+    assert asked[0][:2] == ["--rollout-num-gpus", "8"]
+    assert "--num-rollout" not in asked[0]  # its value is not known
+    assert ("--colocate" in asked[0]) == (own_flags()["--colocate"][1].not_yet is None)
 
 
 @pytest.mark.parametrize("argv", [[], ["a.sh", "--outptu", "x"], ["a.sh", "--device", "tpu"]])
