@@ -99,7 +99,7 @@ class RunRecord:
                 failed = error
         writers: dict[str, Any] = {"rollout": rollout.save}
         if train is not None:
-            writers["trainer"] = train.save
+            writers |= train.writers()
         commit = write_commit(Path(save.save), step, weight_version=step + 1, writers=writers, keep=save.keep_checkpoints)
         seconds = time.perf_counter() - begun
         self._pending["perf/save_time"] = seconds  # stands in the next step's line

@@ -29,6 +29,7 @@ from vime.observability.plot import plot_rewards
 from vime.observability.status import duration
 from vime.ray.actor_group import RayTrainGroup
 from vime.ray.cluster import Cluster
+from vime.ray.critic_group import ActorCriticGroup
 from vime.ray.placement_group import create_placement_groups
 from vime.ray.rollout import RolloutClient
 from vime.ray.supervisor import Supervisor
@@ -156,7 +157,8 @@ def _parts(config: RunConfig, log_dir: Path, commit: Commit | None) -> Iterator[
             if config.data.num_rollout is None:  # the learning-rate schedule needs to know how far it is
                 total = _steps(config, rollout.prompts(own.rollout if own else None), own)[1]
                 config = dataclasses.replace(config, data=dataclasses.replace(config.data, num_rollout=total))
-            group = RayTrainGroup(config, placement, supervisor, logs)
+            kind = ActorCriticGroup if config.algorithm.advantage_estimator == "ppo" else RayTrainGroup
+            group = kind(config, placement, supervisor, logs)
             stack.callback(group.shutdown)
             group.start(commit.trainer if commit else None, resume=own is not None)
         rollout.ready(own.rollout if own else None)

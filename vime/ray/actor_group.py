@@ -23,15 +23,19 @@ SYNC_GRACE = 30.0  # seconds in which the updater's own deadline error, which na
 class RayTrainGroup:
     """All ranks of the trainer. `start` returns at once, `ready` waits: engines come up meanwhile."""
 
+    NAME = "trainer"
+    ACTOR: type = MegatronTrainRayActor
+    CPUS = CPU_SHARE
+
     def __init__(self, config: RunConfig, placement: Placement, supervisor: Supervisor, log_dir: Path) -> None:
         self._config, self._supervisor = config, supervisor
         world = config.actor_world_size
-        self.names = [f"trainer {rank}" for rank in range(world)]
-        actor_class = watched_actor(MegatronTrainRayActor)
+        self.names = [f"{self.NAME} {rank}" for rank in range(world)]
+        actor_class = watched_actor(self.ACTOR)
         self._actors = []
         for rank in range(world):
-            log = log_dir / f"trainer_{rank}.log"
-            options = {"num_cpus": CPU_SHARE, "scheduling_strategy": placement.trainer(rank), **environment_options(config)}
+            log = log_dir / f"{self.NAME}_{rank}.log"
+            options = {"num_cpus": self.CPUS, "scheduling_strategy": placement.trainer(rank), **environment_options(config)}
             actor = actor_class.options(**options).remote(config, rank, world, str(log))
             self._actors.append(actor)
             supervisor.watch(self.names[rank], actor.watch.options(concurrency_group="watch").remote(), log)
@@ -55,7 +59,11 @@ class RayTrainGroup:
 
     def async_train(self, batch_refs: list[Any]) -> list[Any]:
         """Begin one training step; batch_refs[d] is data-parallel rank d's share. Returns one reference per rank."""
-        return [actor.train.remote(batch_refs[d]) for actor, d in zip(self._actors, self._dp_ranks, strict=True)]
+        return [actor.train.remote(batch) for actor, batch in zip(self._actors, self._shares(batch_refs), strict=True)]
+
+    def _shares(self, batch_refs: list[Any]) -> list[Any]:
+        """Of each rank: its data-parallel rank's share."""
+        return [batch_refs[d] for d in self._dp_ranks]
 
     def train(self, batch_refs: list[Any]) -> dict[str, float]:
         """One training step, waited for."""
@@ -69,6 +77,10 @@ class RayTrainGroup:
     def save(self, path: str) -> None:
         """Write the trainer's part of a commit."""
         self._get([actor.save.remote(path) for actor in self._actors], "save", self._config.cluster.actor_deadline)
+
+    def writers(self) -> dict[str, Any]:
+        """What writes each part of a commit."""
+        return {"trainer": self.save}
 
     def save_hf(self, path: str) -> None:
         """Write a Hugging Face folder."""

@@ -52,18 +52,23 @@ class MegatronTrainRayActor(WatchedActor):
         """
         os.environ.update(RANK=str(self._rank), WORLD_SIZE=str(self._world_size), LOCAL_RANK=str(self._rank))
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        from vime.backends.megatron_utils.actor import MegatronTrainer
-
-        self._trainer = MegatronTrainer(
-            self._config, rank=self._rank, world_size=self._world_size, master_addr=master_addr, master_port=master_port
-        )
+        self._trainer = self._build(rank=self._rank, world_size=self._world_size, master_addr=master_addr, master_port=master_port)
         if load is not None:
             self._trainer.load(load, resume=resume)
         return {"data_parallel_rank": self._trainer.data_parallel_rank, "num_parameters": self._trainer.num_parameters}
 
-    def train(self, batch: TrainBatch) -> dict[str, float]:
-        """One rollout step of training on this rank's share. The metrics are the same on all ranks."""
-        return self.trainer.train(batch)
+    def _build(self, **where: Any) -> MegatronTrainer:
+        from vime.backends.megatron_utils.actor import MegatronTrainer
+
+        return MegatronTrainer(self._config, **where)
+
+    def train(self, batch: TrainBatch, values: Any = None) -> dict[str, float]:
+        """One rollout step of training on this rank's share, with the critic's values. The metrics are the same on all ranks."""
+        return self.trainer.train(batch, values)
+
+    def returns(self) -> Any:
+        """What a critic is to predict in the step that was trained on last."""
+        return self.trainer.returns
 
     def save(self, path: str) -> None:
         """Write the trainer's part of a commit."""

@@ -91,15 +91,14 @@ class MegatronTrainer:
         self._dp_group = parallel_state.get_data_parallel_group()
         self._model_config = transformer_config(args)
         chunks = build_model(args, self._model_config)
-        self._held = self._hold_roles(chunks)
-        self._fill(chunks, config.model.hf_checkpoint)
-        self._weights = HFWeights(chunks, self._ops, self._ranks)
+        self._start_weights(chunks)
         self._model = wrap_data_parallel(args, self._model_config, chunks)
         self._optimizer = build_optimizer(args, self._model_config, self._model)
         self._schedule = build_schedule(args, config.data, self._optimizer)
         self._loss_hooks = self._load_loss_hooks()
         self._own_advantages = _hook(config.algorithm.custom_advantage_function_path, "custom_advantage_function_path")
         self._step = 0
+        self.returns: list[list[torch.Tensor]] = []  # of the last step with a critic: what it is to predict, [T] a micro-batch
 
     # --- what others ask ---
 
@@ -120,21 +119,27 @@ class MegatronTrainer:
 
     # --- training ---
 
-    def train(self, batch: TrainBatch) -> dict[str, float]:
+    def train(self, batch: TrainBatch, values: Sequence[Sequence[torch.Tensor]] | None = None) -> dict[str, float]:
         """Train on this rank's share of one rollout step; returns the same metrics on all ranks.
+
+        `values` are the critic's, [T] of each micro-batch of each step (empty before the last pipeline stage); `returns` then are what it
+        is to learn. In the first --num-critic-only-steps rollout steps nothing else is done.
 
         With several optimizer steps the losses are means over them and `train/step` is the last. The difference between
         trainer and engine, `train/train_rollout_logprob_abs_diff`, is always taken with the weights that generated.
         Raises TrainerError when a loss or gradient is not finite; the weights then are as before that optimizer step.
         """
         with self._watched(f"train on rollout {batch.rollout_id}"):
-            return self._train(batch)
+            return self._train(batch, values)
 
-    def _train(self, batch: TrainBatch) -> dict[str, float]:
+    def _train(self, batch: TrainBatch, values: Sequence[Sequence[torch.Tensor]] | None) -> dict[str, float]:
         seconds: dict[str, float] = defaultdict(float)
         started = time.perf_counter()
         with self._timed(seconds, "data_preprocess"):
-            plans = [[self._pack(batch, plan, micro) for micro in plan.micro_batches] for plan in batch.steps]
+            plans = self._packs(batch)
+            if values:
+                pairs = zip(plans, values, strict=True)
+                plans = [[p.with_token_values(values=v) for p, v in zip(step, mine, strict=True)] for step, mine in pairs]
         for role in ROLES:
             if role in self._held:
                 with self._timed(seconds, f"{role}_log_probs"), self._as_role(role):
@@ -146,6 +151,10 @@ class MegatronTrainer:
                 plans = self._with_log_probs(plans, "old_log_probs")
         if parallel_state.is_pipeline_last_stage(ignore_virtual=True):  # where the log-probs are, and the loss
             plans = self._with_advantages(batch, plans)
+        if values is not None:
+            self.returns = [[packed.returns for packed in step if packed.returns is not None] for step in plans]
+            if batch.rollout_id < self._config.critic.num_critic_only_steps:
+                return self._slowest(seconds)
         with self._timed(seconds, "actor_train"):
             steps = [self._optimizer_step(packed, batch) for packed in plans]
         interval = self._config.model.ref_update_interval
@@ -241,6 +250,12 @@ class MegatronTrainer:
             chunk.disable_forward_pre_hook(param_sync=True)
             chunk.enable_forward_pre_hook()
 
+    def _start_weights(self, chunks: Sequence[torch.nn.Module]) -> None:
+        """Fill the model that was just built, and hold the other roles' weights."""
+        self._held = self._hold_roles(chunks)
+        self._fill(chunks, str(self._config.model.hf_checkpoint))
+        self._weights = HFWeights(chunks, self._ops, self._ranks)
+
     def _fill(self, chunks: Sequence[torch.nn.Module], folder: str) -> None:
         load_hf_weights(chunks, folder, self._ops, self._shape, ranks=self._ranks)
 
@@ -298,6 +313,9 @@ class MegatronTrainer:
     def _to_device(self, packed: PackedBatch) -> PackedBatch:
         return packed if self._platform.is_cpu else packed.to(self._platform.device)
 
+    def _packs(self, batch: TrainBatch) -> Plans:
+        return [[self._pack(batch, plan, micro) for micro in plan.micro_batches] for plan in batch.steps]
+
     def _pack(self, batch: TrainBatch, plan: StepPlan, micro: Sequence[int]) -> PackedBatch:
         samples = [batch.samples[i] for i in micro]
         kind, length = aggregation_of(self._config.algorithm), self._config.rollout.rollout_max_response_len
@@ -338,21 +356,23 @@ class MegatronTrainer:
         """Of the policy that is trained: the sampling temperature; a model that learns answers of others is taken as it is."""
         return 1.0 if self._config.algorithm.loss_type == "sft_loss" else self._config.rollout.rollout_temperature
 
+    @property
+    def _whole(self) -> bool:
+        """The loss is given the logits of all positions: a user's may look at any."""
+        return self._loss_hooks.custom_loss is not None
+
+    def _loss(self, logits: torch.Tensor, packed: PackedBatch, rows: torch.Tensor | None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        return loss_from_logits(
+            logits, packed, self._config.algorithm, temperature=self._temperature, tp_group=self._tp_group,
+            vocab_size=self._shape.vocab_size, rows=rows, cp_group=self._cp_group, hooks=self._loss_hooks,
+        )  # fmt: skip
+
     def _optimizer_step(self, packed: list[PackedBatch], batch: TrainBatch) -> dict[str, float]:
         """One optimizer step; its metrics without prefix."""
-
-        whole = self._loss_hooks.custom_loss is not None  # the user's function is given the logits of all positions
-
-        def loss(logits: torch.Tensor, micro: PackedBatch, rows: torch.Tensor | None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-            return loss_from_logits(
-                logits, micro, self._config.algorithm, temperature=self._temperature, tp_group=self._tp_group,
-                vocab_size=self._shape.vocab_size, rows=rows, cp_group=self._cp_group, hooks=self._loss_hooks,
-            )  # fmt: skip
-
         for chunk in self._model:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
-        parts = forward_backward(self._model, packed, loss, whole=whole)
+        parts = forward_backward(self._model, packed, self._loss, whole=self._whole)
         metrics = sum_metrics(parts)
         self._optimizer.prepare_grads()
         norm = float(self._optimizer.get_grad_norm())

@@ -26,7 +26,7 @@ from vime.config.sections import AlgorithmConfig
 from vime.errors import ConfigError, HookError
 from vime.packing.pack import PackedBatch
 
-__all__ = ["CustomLoss", "LossHooks", "loss_from_logits", "packed_log_probs", "value_loss"]
+__all__ = ["CustomLoss", "LossHooks", "at_rows", "loss_from_logits", "packed_log_probs", "value_loss"]
 
 KINDS = ("policy_loss", "sft_loss")  # besides custom_loss
 CustomLoss = Callable[[Any, dict[str, Any], torch.Tensor, Callable[[torch.Tensor], torch.Tensor]], tuple[torch.Tensor, Metrics]]
@@ -67,13 +67,14 @@ def packed_log_probs(
     )
     if rows is None:
         return log_probs, entropy
+    return at_rows(log_probs, packed, rows, cp_group), None if entropy is None else at_rows(entropy, packed, rows, cp_group)
+
+
+def at_rows(values: torch.Tensor, packed: PackedBatch, rows: torch.Tensor, cp_group: dist.ProcessGroup | None) -> torch.Tensor:
+    """[T] from `values` [N] of the positions `rows`, put together over `cp_group`; 0 where nothing is trained. Differentiable."""
     trained = F.pad(packed.loss_mask, (0, 1))[rows] > 0
-    zeros = log_probs.new_zeros(packed.num_tokens + 1)
-
-    def whole(values: torch.Tensor) -> torch.Tensor:
-        return put_together(zeros.index_copy(0, rows, values.where(trained, 0.0))[:-1], cp_group)
-
-    return whole(log_probs), None if entropy is None else whole(entropy)
+    zeros = values.new_zeros(packed.num_tokens + 1)
+    return put_together(zeros.index_copy(0, rows, values.where(trained, 0.0))[:-1], cp_group)
 
 
 def loss_from_logits(

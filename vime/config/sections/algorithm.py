@@ -9,7 +9,6 @@ from vime.config.fields import opt
 
 __all__ = ["AlgorithmConfig", "CriticConfig"]
 
-CRITIC = "no built estimator has a critic. Leave it out."
 REPLAY = "dense models are trained. Leave it out."
 
 
@@ -17,7 +16,7 @@ REPLAY = "dense models are trained. Leave it out."
 class AlgorithmConfig:
     """Advantages and losses."""
 
-    advantage_estimator: str = opt("grpo", "Algorithm.", choices=tuple(ESTIMATORS), choices_not_yet=("ppo",))
+    advantage_estimator: str = opt("grpo", "Algorithm.", choices=tuple(ESTIMATORS))
     grpo_std_normalization: bool = opt(
         True, "Dr.GRPO: do not divide by the group's standard deviation.", flag="--disable-grpo-std-normalization", negated=True
     )
@@ -110,9 +109,9 @@ class CriticConfig:
     """The critic of --advantage-estimator ppo; it runs on the trainer's layout."""
 
     critic_load: str | None = opt(
-        None, "Hugging Face folder that the critic starts from; default: --hf-checkpoint.", type=str, path="folder", not_yet=CRITIC
+        None, "Hugging Face folder that the critic starts from; default: --hf-checkpoint.", type=str, path="folder"
     )
-    critic_lr: float | None = opt(None, "The critic's learning rate; default: --lr.", type=float, ge=0, not_yet=CRITIC)
-    critic_lr_warmup_iters: int = opt(0, "Its linear warm-up, in optimizer steps.", ge=0, not_yet=CRITIC)
-    num_critic_only_steps: int = opt(0, "First rollout steps in which only the critic is trained.", ge=0, not_yet=CRITIC)
-    value_clip: float = opt(0.2, "Clip distance of new values from old ones.", ge=0, not_yet=CRITIC)
+    critic_lr: float | None = opt(None, "The critic's learning rate; default: --lr.", type=float, ge=0)
+    critic_lr_warmup_iters: int = opt(0, "Its linear warm-up, in optimizer steps.", ge=0)
+    num_critic_only_steps: int = opt(0, "First rollout steps in which only the critic is trained.", ge=0)
+    value_clip: float = opt(0.2, "Clip distance of new values from old ones.", ge=0)

@@ -1,0 +1,88 @@
+"""One trainer process that goes through all cases, started once a session."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.integration.megatron.conftest import free_ports
+
+ROOT = Path(__file__).parents[3]
+DEADLINE_S = 280
+TOKEN_KL = {"reinforce_plus_plus": True, "reinforce_plus_plus_baseline": True, "ppo": True}
+WHITENED = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
+ESTIMATORS = ("grpo", "gspo", "cispo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo")
+
+
+def make_models(folder: Path) -> dict[str, str]:
+    """Three tiny random models of one shape: policy, reference, teacher."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=90, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16, max_position_embeddings=128, initializer_range=0.1, tie_word_embeddings=True,
+    )  # fmt: skip
+    for seed, name in enumerate(("policy", "reference", "teacher")):
+        torch.manual_seed(seed)
+        Qwen3ForCausalLM(config).save_pretrained(folder / name)
+    return {name: str(folder / name) for name in ("policy", "reference", "teacher")}
+
+
+def cases_of(models: dict[str, str], folder: Path) -> list[dict[str, Any]]:
+    model = {"hf_checkpoint": models["policy"]}
+    both = model | {"ref_load": models["reference"]}
+    cases: list[dict[str, Any]] = []
+    for name in ESTIMATORS:
+        algorithm: dict[str, Any] = {
+            "advantage_estimator": name,
+            "use_tis": True,
+            "use_opsm": True,
+            "normalize_advantages": name in WHITENED,
+        }
+        algorithm |= {"gamma": 0.95, "lambd": 0.9} if name == "ppo" else {}
+        algorithm |= (
+            {"kl_coef": 0.2, "kl_loss_type": "k1"} if name in TOKEN_KL else {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k3"}
+        )
+        cases.append({"name": name, "kind": "train", "model": both, "algorithm": algorithm, "values": name == "ppo"})
+    distil = {"use_opd": True, "opd_type": "megatron", "opd_kl_coef": 0.5}
+    moving = {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k2"}
+    learn = {"kind": "critic", "model": model, "critic": {"critic_lr": 2e-2, "value_clip": 10.0}}
+    return [*cases,
+        {"name": "opd", "kind": "train", "model": model | {"opd_teacher_load": models["teacher"]}, "algorithm": distil},
+        {"name": "moving", "kind": "train", "model": both | {"ref_update_interval": 2}, "algorithm": moving, "count": 4,
+         "save": str(folder / "moving")},
+        {"name": "moved", "kind": "train", "model": both | {"ref_update_interval": 2}, "algorithm": moving, "first": 4, "count": 1,
+         "load": str(folder / "moving")},
+        {"name": "still", "kind": "train", "model": both, "algorithm": moving, "count": 4},
+        {"name": "critic_first", "kind": "train", "model": model, "algorithm": {"advantage_estimator": "ppo"}, "values": True,
+         "critic": {"num_critic_only_steps": 1}},
+        {"name": "critic", **learn, "count": 30},
+        {"name": "critic_half", **learn, "count": 15, "save": str(folder / "critic")},
+        {"name": "critic_rest", **learn, "count": 15, "load": str(folder / "critic")},
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory):
+    """role -> folder."""
+    return make_models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="session")
+def results(tmp_path_factory, models):
+    """results(case): what the case stored."""
+    folder = tmp_path_factory.mktemp("algorithms")
+    cases = cases_of(models, folder)
+    (folder / "cases.json").write_text(json.dumps(cases))
+    command = [sys.executable, "-m", "tests.integration.algorithms.worker", str(folder), *free_ports(len(cases))]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return lambda name: torch.load(folder / f"{name}.pt", weights_only=False)

@@ -1,0 +1,148 @@
+"""A step of the trainer under each algorithm against transformers' log-probs and loops over tokens; roles; the critic."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from tests.integration.algorithms.conftest import ESTIMATORS, TOKEN_KL, WHITENED
+from tests.integration.algorithms.worker import batch_of, values_of
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
+
+
+@pytest.fixture(scope="module")
+def log_probs(models):
+    """log_probs(role, sample): natural logs of the response's tokens, by transformers."""
+    from transformers import AutoModelForCausalLM
+
+    loaded = {name: AutoModelForCausalLM.from_pretrained(path) for name, path in models.items()}
+
+    def of(role, sample):
+        tokens = torch.tensor(sample.tokens)
+        with torch.no_grad():
+            table = torch.log_softmax(loaded[role](tokens[None]).logits[0, :-1].double(), -1)
+        return table.gather(-1, tokens[1:, None])[-sample.response_length :, 0].tolist()
+
+    return of
+
+
+def trained(sample):
+    return [t for t in range(sample.response_length) if sample.loss_mask[t]]
+
+
+def mean(samples, values):
+    """Over each rollout's trained tokens, then over rollouts; values[sample][trained token]."""
+    return sum(sum(row) / len(row) for row in values if row) / len(samples)
+
+
+def advantages_of(name, samples, log_probs):
+    """Advantages and returns by loops over the trained tokens."""
+    advantages, returns = [], []
+    for sample in samples:
+        at, v = trained(sample), values_of(sample.sample_id, sample.response_length).tolist()
+        policy, reference = log_probs("policy", sample), log_probs("reference", sample)
+        kl = [policy[t] - reference[t] for t in at]
+        r = [-0.2 * k for k in kl]
+        if at:
+            r[-1] += sample.reward
+        if name == "reinforce_plus_plus":
+            a = [sum(r[n:]) for n in range(len(at))]
+        elif name == "reinforce_plus_plus_baseline":
+            a = [sample.reward - 0.2 * k for k in kl]
+        elif name == "ppo":
+            after = [v[t] for t in at[1:]] + [0.0]
+            delta = [r[n] + 0.95 * after[n] - v[at[n]] for n in range(len(at))]
+            a = [sum((0.95 * 0.9) ** (k - n) * delta[k] for k in range(n, len(at))) for n in range(len(at))]
+        else:
+            a = [sample.reward] * len(at)
+        advantages.append(a)
+        returns.append([x + v[t] for x, t in zip(a, at, strict=True)])
+    if name in WHITENED:
+        flat = [x for row in advantages for x in row]
+        center = sum(flat) / len(flat)
+        scale = math.sqrt(sum((x - center) ** 2 for x in flat) / (len(flat) - 1) + 1e-8)
+        advantages = [[(x - center) / scale for x in row] for row in advantages]
+    return advantages, returns
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_the_first_steps_metrics_equal_loops_over_tokens(results, log_probs, name):
+    samples = batch_of(0).samples
+    advantages, _ = advantages_of(name, samples, log_probs)
+    pg, tis, masked, kl = [], [], [], []
+    for sample, a in zip(samples, advantages, strict=True):
+        at, policy, reference = trained(sample), log_probs("policy", sample), log_probs("reference", sample)
+        drift = sum(-1.0 - policy[t] for t in at) / max(len(at), 1)  # the engine said -1 everywhere
+        weights = [min(math.exp(policy[t] + 1.0), 2.0) for t in at]
+        silent = [x < 0 and drift > 1e-4 for x in a]
+        surrogate = [-x * (policy[t] if name == "cispo" else 1.0) for x, t in zip(a, at, strict=True)]  # every ratio is 1
+        pg.append([s * w * (not m) for s, w, m in zip(surrogate, weights, silent, strict=True)])
+        tis.append(weights)
+        masked.append([float(m) for m in silent])
+        kl.append([math.exp(reference[t] - policy[t]) - 1 + policy[t] - reference[t] for t in at])
+    (metrics,) = results(name)["metrics"]
+    assert metrics["train/pg_loss"] == pytest.approx(mean(samples, pg), abs=2e-5)
+    assert metrics["train/tis"] == pytest.approx(mean(samples, tis), abs=1e-5)
+    assert metrics["train/opsm_clipfrac"] == pytest.approx(mean(samples, masked), abs=1e-6)
+    assert abs(metrics["train/ppo_kl"]) < 1e-6
+    if name not in TOKEN_KL:
+        assert metrics["train/kl_loss"] == pytest.approx(mean(samples, kl), abs=1e-5)
+    assert metrics["train/grad_norm"] > 0
+
+
+def test_the_returns_are_handed_out_for_the_critic(results, log_probs):
+    batch = batch_of(0)
+    _, returns = advantages_of("ppo", batch.samples, log_probs)
+    (step,) = results("ppo")["returns"]
+    got = []
+    for packed, micro in zip(step, batch.steps[0].micro_batches, strict=True):
+        expected = [returns[i] for i in micro]
+        got.append(packed[packed != 0].tolist())
+        assert got[-1] == pytest.approx([x for row in expected for x in row], abs=1e-5)
+
+
+def test_a_teacher_in_the_trainer_gives_each_token_its_reverse_divergence(results, log_probs):
+    samples = batch_of(0).samples
+    pg = []
+    for sample in samples:
+        policy, teacher = log_probs("policy", sample), log_probs("teacher", sample)
+        pg.append([-(sample.reward - 0.5 * (policy[t] - teacher[t])) for t in trained(sample)])
+    (metrics,) = results("opd")["metrics"]
+    assert metrics["train/pg_loss"] == pytest.approx(mean(samples, pg), abs=1e-5)
+
+
+def test_the_reference_follows_the_policy_and_is_saved_with_it(results):
+    moving, still = ([m["train/kl_loss"] for m in results(name)["metrics"]] for name in ("moving", "still"))
+    assert moving[:2] == still[:2]
+    assert moving[2] == pytest.approx(0.0, abs=1e-10)  # after two steps the reference became the policy
+    assert still[2] > 1e-3
+    assert results("moved")["metrics"][0]["train/kl_loss"] == pytest.approx(0.0, abs=1e-10)
+
+
+def test_the_policy_comes_back_from_the_other_roles_bit_for_bit(results, models):
+    """In a critic-only step nothing is updated; the reference has been in the model for its log-probs meanwhile."""
+    from safetensors.torch import load_file
+
+    start = load_file(models["policy"] + "/model.safetensors")
+    stored = results("critic_first")
+    assert "train/pg_loss" not in stored["metrics"][0]
+    assert all(torch.equal(stored["weights"][name], start[name]) for name in start if name != "lm_head.weight")
+
+
+def test_the_critic_learns_its_returns(results):
+    stored = results("critic")
+    losses = [m["train/critic-value_loss"] for m in stored["metrics"]]
+    assert not any(micro.any() for micro in stored["values"][0][0])  # it begins at 0
+    samples = batch_of(0).samples
+    targets = [[float(int(s.tokens[s.length - s.response_length + t]) % 7) ** 2 for t in trained(s)] for s in samples]
+    assert losses[0] == pytest.approx(mean(samples, targets), abs=1e-4)
+    assert losses[-1] < 0.2 * losses[0]
+    assert stored["metrics"][0]["train/critic-lr-pg_0"] == 2e-2
+
+
+def test_a_saved_critic_goes_on_as_if_nothing_had_happened(results):
+    whole, rest = results("critic"), results("critic_rest")
+    assert [m["train/critic-value_loss"] for m in rest["metrics"]] == [m["train/critic-value_loss"] for m in whole["metrics"][15:]]

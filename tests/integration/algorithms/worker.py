@@ -1,0 +1,110 @@
+"""One trainer process of the algorithm tests: runs a list of cases one after the other and stores what came out.
+
+    python -m tests.integration.algorithms.worker FOLDER PORT...     (one port a case)
+
+FOLDER holds `cases.json`: a list of {name, kind, ...}; results go to FOLDER/NAME.pt.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.integration.megatron.worker import make_batch, make_samples, weights
+from vime.backends.megatron_utils.actor import MegatronTrainer
+from vime.backends.megatron_utils.critic import MegatronCritic, critic_config
+from vime.config import sections as s
+from vime.config.run import RunConfig
+from vime.types import TrainBatch
+
+
+def config_of(case: dict[str, Any]) -> RunConfig:
+    base = RunConfig(
+        model=s.ModelConfig(**case["model"]),
+        training=s.TrainingConfig(lr=1e-3, clip_grad=1e9, train_threads=1),
+        data=s.DataConfig(num_rollout=200, rollout_batch_size=12),
+        rollout=s.RolloutConfig(rollout_max_response_len=10),
+        cluster=s.ClusterConfig(actor_deadline=120.0),
+    )
+    return replace(base, algorithm=s.AlgorithmConfig(**case.get("algorithm", {})), critic=s.CriticConfig(**case.get("critic", {})))
+
+
+def batch_of(number: int) -> TrainBatch:
+    """A rollout step of two micro-batches; sample 5 has nothing that is trained."""
+    samples = make_samples(seed=number)
+    nothing = np.zeros_like(samples[5].loss_mask)
+    samples[5] = replace(samples[5], loss_mask=nothing, rollout_mask_sum=0.0)
+    return make_batch(samples, rank=0, size=1, micro=2, steps=1, rollout_id=number)
+
+
+def packed_random(trainer: MegatronTrainer, batch: TrainBatch) -> list[list[torch.Tensor]]:
+    """Values as a critic gives them, [T] a micro-batch, drawn sample by sample."""
+    out = []
+    for step in trainer._packs(batch):
+        out.append(
+            [packed.scatter([values_of(i, n) for i, n in zip(packed.sample_ids, packed.response_lengths, strict=True)]) for packed in step]
+        )
+    return out
+
+
+def values_of(sample_id: int, count: int) -> torch.Tensor:
+    return torch.randn(count, generator=torch.Generator().manual_seed(sample_id))
+
+
+def train(case: dict[str, Any], where: dict[str, Any]) -> dict[str, Any]:
+    """The policy's trainer: `count` steps, saved and loaded in the middle when `folder` is given."""
+    out: dict[str, Any] = {"metrics": []}
+    trainer = MegatronTrainer(config_of(case), **where)
+    try:
+        if case.get("load"):
+            trainer.load(case["load"])
+        for number in range(case.get("first", 0), case.get("first", 0) + case.get("count", 1)):
+            batch = batch_of(number)
+            values = packed_random(trainer, batch) if case.get("values") else None
+            out["metrics"].append(trainer.train(batch, values))
+            out["returns"] = trainer.returns
+        if case.get("save"):
+            trainer.save(case["save"])
+        out["weights"] = weights(trainer)
+    finally:
+        trainer.shutdown()
+    return out
+
+
+def critic(case: dict[str, Any], where: dict[str, Any]) -> dict[str, Any]:
+    """The critic: it learns returns that depend on the token alone; once more from what was saved in between."""
+    out: dict[str, Any] = {"metrics": [], "values": []}
+    trainer = MegatronCritic(critic_config(config_of(case)), **where)
+    try:
+        batch = batch_of(0)
+        if case.get("load"):
+            trainer.load(case["load"])
+        for _ in range(case["count"]):
+            values, perf = trainer.values(batch)
+            returns = [[(micro.labels % 7).float() * micro.loss_mask for micro in step] for step in trainer._plans]
+            out["values"].append(values)
+            out["returns"] = returns
+            out["masks"] = [[micro.loss_mask for micro in step] for step in trainer._plans]
+            out["metrics"].append(perf | trainer.train_on(batch, returns))
+        if case.get("save"):
+            trainer.save(case["save"])
+    finally:
+        trainer.shutdown()
+    return out
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    for case, port in zip(json.loads((folder / "cases.json").read_text()), map(int, sys.argv[2:]), strict=True):
+        where = {"rank": 0, "world_size": 1, "master_addr": "127.0.0.1", "master_port": port}
+        torch.save({"train": train, "critic": critic}[case["kind"]](case, where), folder / f"{case['name']}.pt")
+
+
+if __name__ == "__main__":
+    main()
