@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any
 
-__all__ = ["FlagSpec", "flag_specs", "opt"]
+__all__ = ["SEEDS", "FlagSpec", "flag_specs", "opt"]
+
+SEEDS = 2_000_000_000  # the largest seed: with what ranks add to it, every library takes it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from vime.config.fields import opt
+from vime.config.fields import SEEDS, opt
 
 __all__ = ["DATA_SOURCE", "ROLLOUT_FUNCTION", "SFT_FUNCTION", "DataConfig", "EvalConfig", "RewardConfig", "RolloutConfig"]
 
@@ -41,7 +41,7 @@ class DataConfig:
         choices=("fail", "skip"),
     )
     rollout_shuffle: bool = opt(False, "Shuffle the prompts anew each epoch with rollout_seed + epoch.")
-    rollout_seed: int = opt(42, "Seed of shuffling and of per-request sampling seeds.")
+    rollout_seed: int = opt(42, "Seed of shuffling and of per-request sampling seeds.", ge=0, le=SEEDS)
     num_rollout: int | None = opt(None, "Rollout steps; 0 = evaluate only.", type=int, ge=0)
     num_epoch: int | None = opt(None, "Alternative to --num-rollout: passes over the prompts.", type=int, ge=1)
     rollout_batch_size: int | None = opt(None, "Prompts per rollout step.", type=int, ge=1, required=True)

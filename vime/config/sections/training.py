@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vime.config.fields import opt
+from vime.config.fields import SEEDS, opt
 
 __all__ = ["TrainingConfig"]
 
@@ -17,7 +17,7 @@ class TrainingConfig:
 
     lr: float = opt(1e-6, "Learning rate.", ge=0, megatron="--lr")
     clip_grad: float = opt(1.0, "Clip the gradient's norm.", ge=0, megatron="--clip-grad")
-    seed: int = opt(1234, "Seed of everything in the trainer.", megatron="--seed")
+    seed: int = opt(1234, "Seed of everything in the trainer.", ge=0, le=SEEDS, megatron="--seed")
     train_threads: int | None = opt(
         None, "CPU threads of one trainer process; default: cores shared evenly among the trainers.", type=int, ge=1
     )
