@@ -14,25 +14,9 @@ import sys
 import time
 import warnings
 
-MODULES = (
-    "torch",
-    "megatron.core",
-    "megatron.training",
-    "vllm",
-    "vllm_router",
-    "ray",
-    "transformers",
-    "safetensors",
-    "tokenizers",
-    "reasoning_gym",
-    "math_verify",
-    "aiohttp",
-    "tensorboard",
-    "matplotlib",
-    "psutil",
-    "xxhash",
-    "vime",
-)
+from vime.doctor.matrix import MATRIX
+
+MODULES = (*(package.module for package in MATRIX if package.tested), "vime")
 
 
 def version_of(name: str) -> str:

@@ -37,6 +37,7 @@ COMMANDS: dict[str, Command] = {
     "plan": Command(help="say what a run will be and whether it fits, without starting it", target="vime.cli.plan:main"),
     "migrate": Command(help="turn a launch script of slime's or Vime's into our command", target="vime.cli.migrate:main"),
     "completion": Command(help="print a completion script: vime completion bash, or zsh", target="vime.cli.completion:main"),
+    "doctor": Command(help="look at the machine and the packages, test them, and name cures", target="vime.cli.doctor:main"),
 }
 
 

@@ -1,0 +1,1 @@
+"""`vime doctor`: what is installed, what the machine gives, and a self-test of both."""
