@@ -20,11 +20,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("vime.checkpoint",),
     ("vime.ray",),
     ("vime.loop", "vime.utils.arguments"),
-<<<<<<< HEAD
-    ("vime.migrate",),
-=======
-    ("vime.doctor",),
->>>>>>> 91fd768 (vime doctor: packages and machine against one matrix, a self-test of real parts, a cure for each finding)
+    ("vime.migrate", "vime.doctor"),
     ("vime.cli",),
 )
 RANKS = {name: rank for rank, names in enumerate(LAYERS) for name in names}
