@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from vime.plan.settings import Settings
 
-__all__ = ["Batches", "batches", "micro_batch_tokens"]
+__all__ = ["Batches", "batches", "computed_tokens", "micro_batch_tokens"]
 
 PACKED = 0.97  # share of the token budget that packing fills: what this project's packing is held to
 OBJECT_BYTES = 24  # of one token on its way to the trainer: ids i64, mask, weight and two log-probs f32
@@ -37,6 +37,17 @@ def micro_batch_tokens(s: Settings) -> int:
     whole = samples * s.longest
     whole = min(whole, s.micro_batch * s.longest) if s.max_tokens is None else max(s.longest, min(s.max_tokens, whole))
     return -(-whole // s.context)
+
+
+def computed_tokens(s: Settings) -> int:
+    """Of these, the tokens that are really computed: on a CPU a group's prompt once (vime/packing/computed.py)."""
+    tokens = micro_batch_tokens(s)
+    if not s.cpu or s.samples == 1 or s.sequence or s.context > 1 or s.model.moe is not None or s.whole_logits:
+        return tokens
+    prompt = s.longest - s.longest_response
+    longest = (prompt / s.samples + s.longest_response) / s.longest
+    mean = (s.mean_prompt / s.samples + s.mean_response) / (s.mean_prompt + s.mean_response)
+    return int(tokens * max(longest, mean))
 
 
 def batches(s: Settings) -> Batches:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vime.plan.batches import batches, micro_batch_tokens
+from vime.plan.batches import batches, computed_tokens, micro_batch_tokens
 from vime.plan.footprint import Item
 from vime.plan.settings import Settings
 from vime.plan.shape import ModelSize
@@ -147,7 +147,7 @@ def in_flight(s: Settings, stage: int) -> float:
 
 def train_items(s: Settings, stage: int) -> list[Item]:
     """What training adds to `held` at its peak: activations of the micro-batches in flight, logits, workspaces."""
-    tokens = micro_batch_tokens(s)
+    tokens = computed_tokens(s)
     kept, again = _kept(s, stage)
     size = s.param_bytes
     items = [_item("activations", int(tokens * size * kept * in_flight(s, stage)))]
@@ -155,7 +155,7 @@ def train_items(s: Settings, stage: int) -> list[Item]:
         items.append(_item("recomputed layer", int(tokens * size * again)))
     last = stage == s.pipeline - 1
     if last:
-        items += logits_items(s, tokens)
+        items += logits_items(s, micro_batch_tokens(s))
     items.append(_item("backward workspace", int(tokens * size * _workspace(s)) + (_table(s) if last or stage == 0 else 0)))
     if not s.cpu:
         update = _item("optimizer workspace", _update(s, stage))

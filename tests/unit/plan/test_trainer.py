@@ -74,6 +74,16 @@ def test_tensor_parallelism_divides_the_norms_only_with_sequence_parallelism(tmp
     assert activation_numbers(s, 0) == (one - 4 * 1024) / 4 + 4 * 1024
 
 
+def test_on_a_cpu_a_groups_prompt_is_computed_once(tmp_path: Path) -> None:
+    s = settings(tmp_path, "qwen3-4b", device="cpu", n_samples_per_prompt=8)
+    share = (1024 / 8 + 7168) / 8192
+    alone = sizes(replace(s, samples=1, prompts=256))["activations"]
+    assert sizes(s)["activations"] == pytest.approx(alone * share, rel=1e-4)
+    assert sizes(replace(s, sequence=True, tensor=2, trainers_per_node=2))["activations"] * 2 > alone * 0.99, (
+        "not with sequence parallelism"
+    )
+
+
 def test_recompute_trades_activations_for_the_layers_inputs(tmp_path: Path) -> None:
     s = settings(tmp_path, "qwen3-4b")
     none, full = sizes(s)["activations"], sizes(replace(s, recompute="full"))
