@@ -13,10 +13,12 @@ import pytest
 
 from examples.quickstart.make_assets import AssetSpec, make_assets
 from tests.rules.source import ROOT, relative
+from vime.cli.plan import plan_options
 from vime.utils.arguments import parse_args
 
 DOCUMENTS = [ROOT / "README.md", ROOT / "AGENTS.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 DOCUMENTS += sorted((ROOT / "examples").glob("**/*.md"))
+PLAN = ["vime", "plan"]
 TRAIN = (["vime", "train"], [".venv/bin/vime", "train"], ["python", "train.py"])
 
 
@@ -30,9 +32,10 @@ def commands(document: Path) -> Iterator[tuple[str, list[str]]]:
 
 
 def train_commands() -> list[tuple[str, list[str]]]:
-    """(place, flags) of each training command in the documents."""
+    """(place, flags) of each training command in the documents; plans keep their first two words."""
     found = [command for document in DOCUMENTS for command in commands(document)]
-    return [(place, words[2:]) for place, words in found if words[:2] in TRAIN and len(words) > 2]
+    train = [(place, words[2:]) for place, words in found if words[:2] in TRAIN and len(words) > 2]
+    return train + [(place, words) for place, words in found if words[:2] == PLAN and len(words) > 2]
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +55,11 @@ def test_training_commands_parse(place: str, flags: list[str], model: Path, tmp_
         elif flag == "--prompt-data":
             Path(value).parent.mkdir(parents=True, exist_ok=True)
             Path(value).write_text('{"input": "1+1=", "label": "2"}\n')
-    assert parse_args(flags).data.rollout_batch_size, place
+    if flags[:2] == PLAN:
+        config = parse_args(plan_options(flags[2:])[2], planned=True)
+    else:
+        config = parse_args([flag for flag in flags if flag != "--dry-run"])
+    assert config.data.rollout_batch_size, place
 
 
 def test_every_make_target_in_the_documents_exists() -> None:

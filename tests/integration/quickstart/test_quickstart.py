@@ -44,7 +44,7 @@ def test_a_few_steps_of_the_quickstart_learn(tmp_path: Path) -> None:
 
 
 def _assert_memory_is_what_the_plan_says(folder: Path, output: str) -> None:
-    """All processes of the GRPO run together, at their peak: 5.2 GiB measured, 5.4 planned.
+    """All processes of the GRPO run together, at their peak: 5.2 GiB measured and planned.
 
     The plan counts micro-batches of the longest samples, the run has shorter ones; and libraries that other programs of the machine
     have loaded, too, count less in the measure (it shares them out): hence 15 %.
