@@ -62,6 +62,7 @@ CHANGED: dict[str, str] = {  # same name, other default or meaning, and why
     "--global-batch-size": "By default a whole rollout step; a remainder is spread over the steps, where slime drops it.",
     "--n-samples-per-prompt": "1 is refused where rewards are compared in groups: every advantage would be 0.",
     "--kl-coef": "Refused where the estimator has no token rewards; slime computes the reference's log-probs and ignores them.",
+    "--kl-loss-coef": "0 is refused beside --use-kl-loss: the reference would be computed for a term that changes nothing.",
     "--eval-interval": "Evaluation is also done before the first step and after the last, and not at the end of epochs.",
     "--eval-max-context-len": "Bounds generation in evaluation; in slime an example reads it.",
     "--rm-url": "Refused without --rm-type remote_rm.",

@@ -4,7 +4,8 @@ import re
 
 import pytest
 
-from vime.config.docs import BEGIN, END, configuration_page, with_differences
+from tests.rules.source import ROOT
+from vime.config.docs import BEGIN, END, configuration_page, made_pages, with_differences
 from vime.config.parse import flag_table
 from vime.config.renamed import CHANGED, GONE, RENAMED
 
@@ -35,3 +36,8 @@ def test_what_differs_stands_between_the_marks():
 
 def test_changed_flags_are_ours():
     assert set(CHANGED) <= set(flag_table())
+
+
+def test_the_pages_are_those_that_the_code_makes():
+    stale = [path.name for path, text in made_pages(ROOT).items() if path.read_text(encoding="utf-8") != text]
+    assert not stale, f"python -m vime.config.docs makes these pages anew: {stale}"
