@@ -31,7 +31,7 @@ from vime.backends.megatron_utils.convert.registry import model_ops, model_shape
 from vime.backends.megatron_utils.convert.shape import ModelShape
 from vime.backends.megatron_utils.convert.shape_arguments import shape_arguments
 from vime.backends.megatron_utils.convert.transfer import check_hf_weights
-from vime.backends.megatron_utils.flags import CURES, HONOURED, NOT_YET_PREFIXES, VALUES
+from vime.backends.megatron_utils.flags import CURES, HONOURED, NOT_YET_PREFIXES, OF_EXPERTS, VALUES
 from vime.backends.megatron_utils.layer_probe import has_transformer_engine
 from vime.backends.megatron_utils.layout import Layout
 from vime.config.fields import flag_specs
@@ -86,15 +86,18 @@ def honour_problems(parser: argparse.ArgumentParser, explicit: Mapping[str, Any]
 
 def _value_problems(flag: str, dest: str, value: Any) -> list[str]:
     """Of a flag that is honoured for some values only."""
-    name = getattr(value, "name", value)  # some are enumerations
-    if dest in VALUES and name not in VALUES[dest][0]:
-        values, why = VALUES[dest]
-        return [f"{flag} {name}: not available (only {', '.join(values)}). {why}"]
+    names = [getattr(word, "name", word) for word in (value if isinstance(value, list) else [value])]  # some are enumerations
+    for name in names:
+        if dest in VALUES and name not in VALUES[dest][0]:
+            values, why = VALUES[dest]
+            return [f"{flag} {name}: not available (only {', '.join(values)}). {why}"]
+    if dest in ("moe_grouped_gemm", "moe_permute_fusion") and value and not has_transformer_engine():
+        return [f"{flag}: not available without Transformer Engine and a GPU. Leave it out: experts are computed one after the other."]
     if dest == "transformer_impl":
         there = "transformer_engine" if has_transformer_engine() else "local"
-        if name != there:
+        if value != there:
             return [
-                f"{flag} {name}: this machine's choice is {there} (Transformer Engine is used where it is installed). Leave the flag out."
+                f"{flag} {value}: this machine's choice is {there} (Transformer Engine is used where it is installed). Leave the flag out."
             ]
     return []
 
@@ -128,6 +131,7 @@ def overlay(where: Platform) -> dict[str, Any]:
         "hidden_dropout": 0.0,
         "use_distributed_optimizer": True,
         "accumulate_allreduce_grads_in_fp32": where.dtype == torch.bfloat16,
+        "moe_token_dispatcher_type": "alltoall",
         "gradient_accumulation_fusion": importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None and not where.is_cpu,
     }
     if not engine:
@@ -170,6 +174,9 @@ def _with_shape(
         problems += error.problems
         return {}
     problems += contradictions(parser, explicit, implied, shape.path)
+    if shape.experts is None:
+        unread = [_flag_of(parser, dest) for dest in explicit if dest in OF_EXPERTS]
+        problems += [f"{flag} has no effect: {shape.path} is of a model without experts. Leave it out." for flag in unread]
     return implied
 
 

@@ -284,7 +284,49 @@ def _cpu_generators(module: Any) -> None:
     module.CudaRNGStatesTracker = CpuStatesTracker
 
 
-_AFTER_IMPORT = types.MappingProxyType({"megatron.core.jit": _plain_functions, "megatron.core.tensor_parallel.random": _cpu_generators})
+def _numbers_of_tokens(module: Any) -> None:
+    """`megatron.core.transformer.moe.moe_utils`: what is on the CPU already is made numpy, too; all-to-all takes no tensors as sizes."""
+
+    def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+    module.maybe_move_tensor_to_cpu = maybe_move_tensor_to_cpu
+
+
+def _uneven_collectives(module: Any) -> None:
+    """`megatron.core.tensor_parallel.mappings`: gloo gathers and scatters parts of one size only; experts have parts of several."""
+    gather, scatter = module._gather_along_first_dim, module._reduce_scatter_along_first_dim
+
+    def gather_along_first_dim(
+        x: torch.Tensor, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False
+    ) -> torch.Tensor:
+        if output_split_sizes is None or group.size() == 1:
+            return gather(x, group, None, use_global_buffer)
+        padded = x.new_zeros(max(output_split_sizes), *x.shape[1:])
+        padded[: len(x)] = x
+        parts = gather(padded, group).split(max(output_split_sizes))
+        return torch.cat([part[:size] for part, size in zip(parts, output_split_sizes, strict=True)])
+
+    def reduce_scatter_along_first_dim(
+        x: torch.Tensor, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False
+    ) -> torch.Tensor:
+        if input_split_sizes is None or group.size() == 1:
+            return scatter(x, group, None, use_global_buffer)
+        total = x.clone()
+        torch.distributed.all_reduce(total, group=group)
+        return total.split(input_split_sizes)[group.rank()]
+
+    module._gather_along_first_dim, module._reduce_scatter_along_first_dim = gather_along_first_dim, reduce_scatter_along_first_dim
+
+
+_AFTER_IMPORT = types.MappingProxyType(
+    {
+        "megatron.core.tensor_parallel.mappings": _uneven_collectives,
+        "megatron.core.jit": _plain_functions,
+        "megatron.core.tensor_parallel.random": _cpu_generators,
+        "megatron.core.transformer.moe.moe_utils": _numbers_of_tokens,
+    }
+)
 
 
 def enable_without_cuda() -> bool:

@@ -5,7 +5,7 @@ Names are Megatron's destinations (attribute names). A flag that would be parsed
 
 from __future__ import annotations
 
-__all__ = ["CURES", "HONOURED", "NOT_YET_PREFIXES", "VALUES"]
+__all__ = ["CURES", "HONOURED", "NOT_YET_PREFIXES", "OF_EXPERTS", "VALUES"]
 
 SHAPE = frozenset(
     "num_layers hidden_size ffn_hidden_size num_attention_heads group_query_attention num_query_groups kv_channels normalization "
@@ -37,10 +37,17 @@ COMPUTE = frozenset(
     "deterministic_mode fp32_residual_connection transformer_impl masked_softmax_fusion bias_gelu_fusion bias_swiglu_fusion "
     "bias_dropout_fusion apply_rope_fusion gradient_accumulation_fusion no_persist_layer_norm".split()
 )
-HONOURED: frozenset[str] = SHAPE | PARALLEL | OPTIMIZER | COMPUTE
+EXPERTS = frozenset(
+    "moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff moe_router_dtype moe_router_bias_update_rate moe_grouped_gemm "
+    "moe_token_dispatcher_type moe_permute_fusion".split()
+)
+OF_EXPERTS: frozenset[str] = EXPERTS | {"expert_model_parallel_size", "expert_tensor_parallel_size"}  # without experts nothing reads them
+HONOURED: frozenset[str] = SHAPE | PARALLEL | OPTIMIZER | COMPUTE | EXPERTS
 
 VALUES: dict[str, tuple[tuple[str, ...], str]] = {  # (values that are honoured, what to know about the others)
     "optimizer": (("adam",), "The distributed optimizer, which this trainer always uses, can save and resume Adam's state only."),
+    "moe_router_load_balancing_type": (("aux_loss", "global_aux_loss", "none"), "A pack of several sequences would count as one sequence."),
+    "moe_token_dispatcher_type": (("alltoall",), "It is the one that takes as many tokens as each rank has."),
     "attention_backend": (("auto", "flash"), "Packed sequences go through flash attention (on a CPU, through torch's SDPA)."),
 }
 

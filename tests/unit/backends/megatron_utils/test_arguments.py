@@ -130,6 +130,9 @@ def test_the_options_that_this_trainer_would_ignore_say_so() -> None:
     [
         (["--pipeline-model-parallel-layout", "Et|tL"], "not available yet"),
         (["--hierarchical-context-parallel-sizes", "2"], "not available yet"),
+        (["--moe-router-load-balancing-type", "seq_aux_loss"], "would count as one sequence"),
+        (["--moe-token-dispatcher-type", "allgather"], "only alltoall"),
+        (["--moe-grouped-gemm"], "without Transformer Engine"),
         (["--data-path", "x"], "no effect here"),
         (["--optimizer", "sgd"], "only adam"),
         (["--attention-backend", "unfused"], "only auto, flash"),
@@ -188,3 +191,18 @@ def test_the_module_writes_its_problems_and_nothing_else_to_stderr_and_exits_wit
 def test_the_flags_that_slime_declares_anew_are_megatrons() -> None:
     options = {option for action in arguments.build_parser()._actions for option in action.option_strings}
     assert options >= MEGATRON
+
+
+@pytest.mark.parametrize("flag", ["--expert-model-parallel-size", "--moe-aux-loss-coeff"])
+def test_what_is_of_experts_has_no_effect_on_a_dense_model(tmp_path: Path, flag: str) -> None:
+    with pytest.raises(ConfigError, match=f"{flag} has no effect: .* without experts"):
+        resolved(folder_of(tmp_path / "m"), flag, "2", world_size=2)
+
+
+def test_interleaving_two_stages_without_overlap_is_refused(tmp_path: Path) -> None:
+    """Two messages between the same two ranks in one batch get mixed up, and the loss is silently wrong."""
+    folder = folder_of(tmp_path / "m", num_hidden_layers=4)
+    interleaved = ["--pipeline-model-parallel-size", "2", "--num-layers-per-virtual-pipeline-stage", "1"]
+    assert resolved(folder, *interleaved, world_size=2).overlap_p2p_comm
+    with pytest.raises(ConfigError, match="multiple p2p sends and recvs between same 2 ranks"):
+        resolved(folder, *interleaved, "--no-overlap-p2p-communication", world_size=2)
