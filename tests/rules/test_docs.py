@@ -13,7 +13,10 @@ import pytest
 
 from examples.quickstart.make_assets import AssetSpec, make_assets
 from tests.rules.source import ROOT, relative
+from vime.cli.launch import help_topic
 from vime.cli.plan import plan_options
+from vime.config.help import topics
+from vime.config.parse import own_flags
 from vime.utils.arguments import parse_args
 
 DOCUMENTS = [ROOT / "README.md", ROOT / "AGENTS.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("**/*.md"))]
@@ -45,7 +48,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("place", "flags"), train_commands(), ids=[place for place, _ in train_commands()])
 def test_training_commands_parse(place: str, flags: list[str], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if flags in (["--help"], ["--print-config"]):
+    topic = help_topic(flags)
+    if topic is not None:
+        assert topic in ("", *topics(), *own_flags()), place
         return
     monkeypatch.chdir(tmp_path)
     for flag, value in itertools.pairwise(flags):

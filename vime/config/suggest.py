@@ -56,10 +56,12 @@ class Names:
         """One problem: that `flag` is unknown, and what to write instead."""
         opening = f"unknown flag {flag}"
         tidy = "--" + flag.lstrip("-").replace("_", "-").lower()
+        if tidy in DRIVER_FLAGS:
+            return f"{opening}: {tidy} is for the command line of `vime train` alone."
         if tidy in self._said:
             return f"{opening}: names have dashes and small letters here: {self._named(tidy)}."
         if tidy in RENAMED or tidy in GONE:
-            return f"{opening}: {explained(tidy)}"
+            return f"{opening}: {(explained(tidy) or '').replace(tidy, 'it', 1)}"
         bodies = list(dict.fromkeys(tidy.removeprefix(prefix) for prefix in _PREFIXES if tidy.startswith(prefix)))
         for body in bodies:
             if body in _EXPLAINED:

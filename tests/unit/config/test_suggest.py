@@ -73,7 +73,7 @@ def test_each_flag_of_ours_one_edit_away_is_caught_and_the_right_one_is_suggeste
 @pytest.mark.parametrize(
     ("flag", "said"),
     [
-        ("--vllm-router-policy", "is spelled --router-policy here."),
+        ("--vllm-router-policy", "it is spelled --router-policy here."),
         ("--vllm-router-cb-failure-threshold", "--router-cb-failure-threshold (vllm-router)"),
         ("--sglang-no-such-thing", "Engines are vLLM's"),
         ("--router-ip", "--vllm-router-ip (vime, router)"),
@@ -84,7 +84,7 @@ def test_each_flag_of_ours_one_edit_away_is_caught_and_the_right_one_is_suggeste
         ("--vllm-lr", "--lr (vime, training)"),
         ("--router-weight-decay", "--weight-decay (Megatron)"),
         ("--sglang-max-num-seqs", "--vllm-max-num-seqs (vLLM)"),
-        ("--sglang-mem-fraction-static", "is spelled --vllm-gpu-memory-utilization here."),
+        ("--sglang-mem-fraction-static", "it is spelled --vllm-gpu-memory-utilization here."),
         ("--rollout_batch_size", "names have dashes and small letters here: --rollout-batch-size"),
         ("--temperature", "--rollout-temperature"),
         ("--vllm-max-num-seq", "Nearest: --vllm-max-num-seqs (vLLM)."),
@@ -92,6 +92,8 @@ def test_each_flag_of_ours_one_edit_away_is_caught_and_the_right_one_is_suggeste
         ("--router-polcy", "Nearest: --router-policy (vllm-router)."),
         ("--weight-deca", "Nearest: --weight-decay (Megatron)."),
         ("--dtype", "that would be --vllm-dtype, which is set by vime itself: leave it out."),
+        ("--print-config", "--print-config is for the command line of `vime train` alone."),
+        ("--print-confg", "Nearest: --print-config (vime)."),
         ("--qwertyuiop", "nobody has one like it"),
     ],
 )
