@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 from collections.abc import Iterator
@@ -155,8 +156,27 @@ class Variables:
             pieces += ([" "] if number else []) + list(self.value(token).pieces)
         return Value.of(pieces)
 
+    def _arithmetic(self, raw: str) -> str | None:
+        """The number that $((...)) is, when all its variables are whole numbers that the script states."""
+        match = re.fullmatch(r"\$\(\((.*)\)\)", raw, re.DOTALL)
+        if match is None:
+            return None
+        source = re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", lambda name: self._named(name[1]).exact or "?", match[1])
+        if not re.fullmatch(r"[\d\s()+*/%-]+", source):
+            return None
+        try:
+            return str(_whole(ast.parse(source.strip(), mode="eval").body))
+        except (SyntaxError, ZeroDivisionError):
+            return None
+
     def _substitution(self, raw: str) -> tuple[Piece, ...]:
-        """A command's output: only the ways of naming the script's folder are understood."""
+        """A command's output: sums, rows of numbers and the ways of naming the script's folder are understood."""
+        if (number := self._arithmetic(raw)) is not None:
+            return (number,)
+        if match := re.fullmatch(r"\$\(\s*seq((?:\s+-?\d+){1,3})\s*\)", raw):
+            *first, last = map(int, match[1].split())
+            begin, step = (*first, 1)[:2] if first else (1, 1)
+            return ("\n".join(map(str, range(begin, last + (1 if step > 0 else -1), step))) if step else Opaque(raw),)
         if re.fullmatch(r"\$\(\s*pwd\s*\)|`\s*pwd\s*`", raw):
             return (Reference("PWD"),)
         match = _CD.fullmatch(raw) or _PATH_TOOL.fullmatch(raw)
@@ -167,3 +187,24 @@ class Variables:
         if tool in ("dirname", "basename"):
             return literal((os.path.dirname(path) or ".") if tool == "dirname" else os.path.basename(path)).pieces
         return literal(os.path.normpath(path)).pieces
+
+
+def _whole(node: ast.expr) -> int:
+    """A sum of whole numbers as bash computes it: divisions are cut off towards zero."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        return node.value
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
+        return -_whole(node.operand) if isinstance(node.op, ast.USub) else _whole(node.operand)
+    if not isinstance(node, ast.BinOp):
+        raise SyntaxError("not a sum")
+    left, right = _whole(node.left), _whole(node.right)
+    if isinstance(node.op, ast.Add):
+        return left + right
+    if isinstance(node.op, ast.Sub):
+        return left - right
+    if isinstance(node.op, ast.Mult):
+        return left * right
+    if not isinstance(node.op, ast.Div | ast.Mod):
+        raise SyntaxError("not a sum")
+    quotient = abs(left) // abs(right) * (1 if (left < 0) == (right < 0) else -1)
+    return quotient if isinstance(node.op, ast.Div) else left - quotient * right

@@ -133,7 +133,7 @@ class _Fitter:
         """(what our own parser and rules object to, what is not available yet); what only the environment gives is not judged."""
         own = [flag for flag in self._out.flags if flag.name in self._table]
         known = [flag for flag in own if flag.texts is not None or self._is_text(flag)]
-        unsure = frozenset(flag.name for flag in own if flag not in known)
+        unsure = frozenset(flag.name for flag in own if flag not in known) | self._out.unread
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, "prompts.jsonl")
             file.write_text("{}\n", encoding="utf-8")

@@ -55,6 +55,7 @@ class Translation:
     flags: list[Flag] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
     environment: dict[str, Item] = field(default_factory=dict)  # variables that take a flag's place
+    unread: set[str] = field(default_factory=set)  # flags of ours that are given, with a value that is not known here
     passes_arguments: bool = False  # the script hands its own arguments on
 
 
@@ -98,7 +99,6 @@ class _Translator:
         self._special: dict[str, Callable[[Flag], None]] = {
             "--load": self._load,
             "--ref-load": self._ref_load,
-            "--prompt-data": self._prompts,
             "--wandb-key": self._wandb_key,
         }
 
@@ -135,17 +135,15 @@ class _Translator:
             else:
                 self._note("could not", flag, f"it is {new.name} here, which is given as {other.shown}: decide which counts.")
             return
-        self._note("changed", flag, why, new=new.shown)
+        if not any(value.opaque for value in new.values):
+            self._note("changed", flag, why, new=new.shown)
         self._keep(new)
 
     def _translate(self, flag: Flag) -> None:
         """The tables, in the order of who owns a name."""
         name = flag.name
-        if any(value.opaque for value in flag.values):
-            self._note("could not", flag, "its value is what a command prints, or an expansion that is not read: write the value itself.")
-        elif name in tables.EXPANDED:
-            for part in tables.EXPANDED[name]:
-                self._change(flag, replace(flag, name=part, values=()), "two flags here.")
+        if name in tables.EXPANDED:
+            self._expand(flag)
         elif name in RENAMED:
             new = replace(flag, name=RENAMED[name], values=self._values(flag))
             if name.startswith("--sglang-") and not flag.values and new.name.startswith("--no-"):
@@ -153,6 +151,10 @@ class _Translator:
             self._change(flag, new, tables.RENAMED_WHY.get(name, "it is spelled so here."))
         elif name in tables.SGLANG_DROPPED:
             self._note("dropped", flag, tables.SGLANG_DROPPED[name])
+        elif name in tables.SAY:
+            self._note("could not", flag, tables.SAY[name])
+        elif name.startswith("--sglang-speculative-"):
+            self._note("could not", flag, self._speculation())
         elif name in GONE:
             self._note("could not" if name in tables.BY_HAND else "dropped", flag, GONE[name])
         elif name in self._table:
@@ -164,6 +166,23 @@ class _Translator:
         else:
             self._megatrons(flag)
 
+    def _expand(self, flag: Flag) -> None:
+        """One flag of theirs that is others here, and without a value."""
+        if [value.exact for value in flag.values] == ["1"]:
+            self._note("dropped", flag, "1 is what is done without it.")
+            return
+        names, why = tables.EXPANDED[flag.name]
+        for name in names:
+            self._change(flag, replace(flag, name=name, values=()), why)
+
+    def _speculation(self) -> str:
+        """What to say instead of SGLang's flags of speculative decoding."""
+        steps = self._given.get("--sglang-speculative-num-steps")
+        tokens = (steps.texts or ["N"])[0] if steps is not None and steps.values else "N"
+        draft = "--sglang-speculative-draft-model-path" in self._given
+        method = '"method": "eagle3", "model": "DRAFT"' if draft else '"method": "mtp"'
+        return f"say --vllm-speculative-config '{{{method}, \"num_speculative_tokens\": {tokens}}}', if the model has such a head or draft."
+
     def _values(self, flag: Flag) -> tuple[Value, ...]:
         """The flag's values under their names here."""
         names = tables.VALUES.get(flag.name, {})
@@ -171,7 +190,11 @@ class _Translator:
 
     def _keep(self, flag: Flag) -> None:
         """Into our command, whoever owns it."""
-        self._out.flags.append(flag)
+        if any(value.opaque for value in flag.values):
+            self._note("could not", flag, "its value is what a command prints, or an expansion that is not read: write the value itself.")
+            self._out.unread.add(flag.name)
+        else:
+            self._out.flags.append(flag)
 
     def _own(self, flag: Flag, spec: FlagSpec) -> None:
         """A flag of ours: its surplus values and its paths into slime are looked at."""
@@ -242,7 +265,7 @@ class _Translator:
         if kind != "kept":
             self._note(kind, flag, why)
         if kind in ("kept", "not yet"):
-            self._out.flags.append(replace(flag, pending=kind == "not yet"))
+            self._keep(replace(flag, pending=kind == "not yet"))
 
     def _same_folder(self, flag: Flag, other: str) -> bool:
         given = self._given.get(other)
@@ -275,12 +298,6 @@ class _Translator:
 
     def _is_converted(self, flag: Flag) -> bool:
         return any("torch_dist" in value.shown or re.search(r"iter_\d{7}", value.shown) for value in flag.values)
-
-    def _prompts(self, flag: Flag) -> None:
-        if any(value.shown.partition("@[")[0].endswith(".parquet") for value in flag.values):
-            why = "prompt files are .jsonl here, one JSON object a line: convert the file, and change the name in run.sh."
-            self._note("could not", flag, why)
-        self._own(flag, self._table[flag.name])
 
     def _wandb_key(self, flag: Flag) -> None:
         for value in flag.values[:1]:

@@ -62,7 +62,7 @@ def _runtime_option(launch: Launch, option: str, value: Value, place: str) -> No
         launch.notes.append(Note(kind="could not", place=place, what=f"{option} {value.shown}", why="start run.sh in that folder."))
         return
     try:
-        if option != "--runtime-env-json" or value.opaque:
+        if option != "--runtime-env-json" or value.opaque or not any(isinstance(piece, str) for piece in value.pieces):
             raise ValueError("its text is not in the script")
         data, pieces = _parse(value)
     except ValueError as error:

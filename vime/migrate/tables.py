@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["BY_HAND", "DEFAULTS", "DROPPED_VARIABLES", "EXPANDED", "FUNCTIONS", "RENAMED_WHY", "SGLANG_DROPPED", "VALUES"]
+__all__ = ["BY_HAND", "DEFAULTS", "DROPPED_VARIABLES", "EXPANDED", "FUNCTIONS", "RENAMED_WHY", "SAY", "SGLANG_DROPPED", "VALUES"]
 
 _SCHEDULER = "it tunes SGLang's scheduler; vLLM's has no such knob."
 SGLANG_DROPPED: dict[str, str] = {
@@ -19,6 +19,9 @@ SGLANG_DROPPED: dict[str, str] = {
     "--sglang-trust-remote-code": "a model folder's code is not run.",
     "--sglang-skip-server-warmup": "an engine counts as started once it has answered a request.",
     "--sglang-enable-memory-saver": "--offload-rollout decides whether engines free their memory.",
+    "--sglang-enable-dp-lm-head": "it goes with SGLang's attention in data parallel.",
+    "--sglang-moe-dense-tp-size": "it goes with SGLang's attention in data parallel.",
+    "--sglang-disable-overlap-schedule": _SCHEDULER,
     "--sglang-enable-dp-attention": "--sglang-dp-size says it: it becomes --vllm-data-parallel-size.",
 }
 
@@ -46,14 +49,28 @@ VALUES: dict[str, dict[str, str]] = {  # flag of theirs -> value -> value here
     "--opd-type": {"sglang": "vllm"},
 }
 
-EXPANDED: dict[str, tuple[str, ...]] = {  # one flag of theirs without a value -> ours
-    "--offload": ("--offload-train", "--offload-rollout"),
+_EXPERTS = (("--vllm-enable-expert-parallel",), "experts are spread over all of an engine's GPUs.")
+EXPANDED: dict[str, tuple[tuple[str, ...], str]] = {  # one flag of theirs -> ours, which take no value, and why
+    "--offload": (("--offload-train", "--offload-rollout"), "two flags here."),
+    "--sglang-ep-size": _EXPERTS,
+    "--sglang-expert-parallel-size": _EXPERTS,
+}
+
+_ALL2ALL = "say --vllm-all2all-backend deepep_high_throughput or deepep_low_latency."
+_DISAGGREGATION = "every engine prefills and decodes here."
+SAY: dict[str, str] = {  # what a person has to say instead
+    "--sglang-moe-a2a-backend": _ALL2ALL,
+    "--sglang-enable-deepep-moe": _ALL2ALL,
+    "--sglang-deepep-mode": _ALL2ALL,
+    "--sglang-disaggregation-mode": _DISAGGREGATION,
+    "--sglang-disaggregation-transfer-backend": _DISAGGREGATION,
+    "--sglang-disaggregation-ib-device": _DISAGGREGATION,
 }
 
 BY_HAND: frozenset[str] = frozenset(  # of those that are gone: what they did must be said in another way, by a person
     "--megatron-config-path --custom-config-path --disable-rollout-global-dataset --freeze-indexer --buffer-sort-by-staleness "
     "--flush-cache-interval --pg-loss-type --use-score-centering --megatron-deepgemm-forward-layers --megatron-deepgemm-moe-forward-layers "
-    "--rollout-buffer-url --sglang-tp-size --sglang-ep-size --sglang-moe-dp-size --sglang-speculative-algorithm --use-gated-attention "
+    "--rollout-buffer-url --sglang-tp-size --sglang-moe-dp-size "
     "--sglang-custom-pull-weights-pre-read-hook --vllm-custom-pull-weights-pre-read-hook --load-forge-rollout-data".split()
 )
 

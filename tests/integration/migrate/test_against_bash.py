@@ -35,6 +35,7 @@ SNIPPETS = {
     "splitting": 'F=\'--a 1  --b\'\nF+=" --c"\npython3 train.py $F "$F" --d=$MASTER_ADDR',
     "defaults": 'N=${N:-4}; M=\npython3 train.py $N ${M:-5} ${M-6} ${K:-"a b"} "${K:-${N}0}" ${L:=7} $L',
     "quotes": 'python3 train.py \'a"b\' "a\'b" "\\$x \\\\ \\`" $\'t\\tn\' a\\ b \'\' --j=\'{"k": "v w"}\' "one \\\ntwo"',
+    "numbers": 'N=7; M=2\npython3 train.py $((N / M)) $((-N / M)) $((-N % M)) $((N*(M+1)-1)) $(seq 1 3 9) "$(seq 2)"',
     "lines": "python3 train.py \\\n  --a \\\n  --b 1 \\\n  > /dev/null 2>&1",
     "heredoc": "cat <<'END' > /dev/null\npython3 train.py --wrong \"\nEND\nX=1\npython3 train.py --x $X",
     "blocks": "f() { X=2; }\nif false; then X=3; fi\nfor i in 1 2; do Y=$i; done\ncase a in b) X=4 ;; esac\nZ=5\npython3 train.py $Z",
@@ -53,7 +54,7 @@ def run_bash(script: Path, folder: Path, programs: tuple[str, ...], arguments: t
     for name in ("ssh", "sleep", "nvidia-smi", "pkill"):
         (tools / name).write_text("#!/bin/sh\n")
         (tools / name).chmod(0o755)
-    for name in ("cat", "dirname", "grep", "tee", "wc"):
+    for name in ("cat", "dirname", "grep", "seq", "tee", "wc"):
         if not (tools / name).exists():
             (tools / name).symlink_to(shutil.which(name) or name)
     bash = shutil.which("bash")

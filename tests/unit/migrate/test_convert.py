@@ -56,6 +56,7 @@ def reasons(notes: list[Note], kind: str) -> dict[str, str]:
         ("--router-policy consistent_hashing", ["--router-policy consistent_hash"]),
         ("--vllm-max-model-len 4096", ["--rollout-max-context-len 4096"]),
         ("--vllm-seed 3", ["--rollout-seed 3"]),
+        ("--sglang-ep-size 8", ["--vllm-enable-expert-parallel"]),
         (
             "--dynamic-sampling-filter-path slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std",
             ["--dynamic-sampling-filter-path vime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"],
@@ -105,6 +106,8 @@ def test_what_is_the_same_here_is_kept_as_it_is(tmp_path: Path, megatron: Megatr
         ("--sglang-schedule-policy lpm", "--sglang-schedule-policy lpm", "scheduler"),
         ("--balance-data", "--balance-data", GONE["--balance-data"]),
         ("--vllm-port 1", "--vllm-port 1", "vime sets it itself"),
+        ("--sglang-ep-size 1", "--sglang-ep-size 1", "done without it"),
+        ("--num-layers $(cat x)", "--num-layers $(cat x)", "config.json"),
         ("--rollout-max-response-len 1 --rollout-max-response-len 2", "--rollout-max-response-len 1", "the last one counts"),
         ("--num-epoch 1", "--num-epoch 1", "--num-rollout win"),
         ("--global-batch-size 8 --num-steps-per-rollout 2", "--num-steps-per-rollout 2", "--global-batch-size"),
@@ -128,7 +131,12 @@ def test_what_has_no_use_here_is_dropped_with_the_reason(tmp_path: Path, megatro
     [
         ("--load /other", "--load /other", "Hugging Face folder"),
         ("--use-kl-loss --kl-loss-coef 0.1 --ref-load /other_torch_dist", "--ref-load /other_torch_dist", "vime convert --to hf"),
-        ("--sglang-speculative-algorithm EAGLE", "--sglang-speculative-algorithm EAGLE", "--vllm-speculative-config"),
+        (
+            "--sglang-speculative-algorithm EAGLE --sglang-speculative-num-steps 3",
+            "--sglang-speculative-algorithm EAGLE",
+            '--vllm-speculative-config \'{"method": "mtp", "num_speculative_tokens": 3}\'',
+        ),
+        ("--sglang-moe-a2a-backend deepep", "--sglang-moe-a2a-backend deepep", "--vllm-all2all-backend"),
         ("--sglang-unheard-of 1", "--sglang-unheard-of 1", "vLLM's option of that meaning"),
         ("--rollout-bach-size 4", "--rollout-bach-size 4", "Check the spelling"),
         ("--custom-config-path c.yaml", "--custom-config-path c.yaml", GONE["--custom-config-path"]),
@@ -163,6 +171,12 @@ def test_a_default_that_differs_is_written_out(tmp_path: Path, megatron: Megatro
 def test_colocated_engines_get_as_many_devices_as_the_trainer(tmp_path: Path, megatron: MegatronFlags) -> None:
     command, _ = migrate(tmp_path, "--colocate --actor-num-nodes 2 --actor-num-gpus-per-node 4", megatron)
     assert [flag.texts for flag in command.flags if flag.name == "--rollout-num-gpus"] == [["8"]]
+
+
+@pytest.mark.parametrize("value", ["$(nproc)", "$OUTSIDE"])
+def test_what_is_not_known_is_not_held_against_the_rest(tmp_path: Path, megatron: MegatronFlags, value: str) -> None:
+    _, notes = migrate(tmp_path, f"--use-dynamic-batch-size --max-tokens-per-gpu {value}", megatron)
+    assert "these flags together" not in reasons(notes, "could not")
 
 
 def test_one_step_ahead_is_a_bound_on_staleness(tmp_path: Path, megatron: MegatronFlags) -> None:

@@ -43,6 +43,8 @@ def notes(script: Script, kind: str) -> list[tuple[str, str]]:
         ('N=2\n{} --n ${{N:-4}} --m "${{M:-${{N}}}}"', ["--n", "2", "--m", "${M:-2}"]),
         ("N=\n{} --n ${{N:-4}}", ["--n", "4"]),
         ('{} --p $BASE/model --q "${{BASE}}/data"', ["--p", "${BASE}/model", "--q", "${BASE}/data"]),
+        ("N=3; M=2\n{} $((N * (M + 1) / 2)) $((-7 / 2)) $((7 % 4)) $(( ${{N}} - $M ))", ["4", "-3", "3", "1"]),
+        ("{} --s $(seq 3) $(seq 2 4) $(seq 8 -4 0)", ["--s", "1", "2", "3", "2", "3", "4", "8", "4", "0"]),
         ("A=()\n{} ${{A[@]}} --x", ["--x"]),
         ("{} --x \\\n  --y 1 \\\n  --z", ["--x", "--y", "1", "--z"]),
         ("{} --x '${{N}}'", ["--x", "${N}"]),
@@ -158,10 +160,10 @@ def test_flags_that_are_added_under_a_condition_are_shown_and_left_out(tmp_path:
 
 
 def test_expansions_that_are_not_read_stay_as_they_are_written(tmp_path: Path) -> None:
-    script = read(tmp_path, f"N=a/b\n{LAUNCH} --a ${{N##*/}} --b ${{#N}} --c ${{N:+x}} --d $(hostname)")
+    script = read(tmp_path, f"N=a/b\n{LAUNCH} --a ${{N##*/}} --b ${{#N}} --c ${{N:+x}} --d $(hostname) --e $((OUTSIDE + 1))")
     assert script.launch is not None
     opaque = [text for item in script.launch.items for text in item.value.opaque]
-    assert opaque == ["${N##*/}", "${#N}", "${N:+x}", "$(hostname)"]
+    assert opaque == ["${N##*/}", "${#N}", "${N:+x}", "$(hostname)", "$((OUTSIDE + 1))"]
 
 
 def test_commands_are_dropped_with_a_reason_or_reported(tmp_path: Path) -> None:
