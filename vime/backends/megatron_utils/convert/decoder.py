@@ -9,7 +9,7 @@ from vime.backends.megatron_utils.convert.ops import QKV, Copy, GatedQKV, GateUp
 from vime.backends.megatron_utils.convert.shape import DeltaShape, ExpertShape, LatentShape, ModelShape
 from vime.backends.megatron_utils.layer_probe import has_transformer_engine
 
-__all__ = ["decoder_ops", "delta_ops"]
+__all__ = ["decoder_ops", "delta_ops", "delta_rest"]
 
 DeltaOps = Callable[[DeltaShape, int, str, str], list[Op]]
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from vime.backends.megatron_utils.convert import deepseek_v3, llama, qwen2, qwen3, qwen3_moe
+from vime.backends.megatron_utils.convert import deepseek_v3, llama, qwen2, qwen3, qwen3_5, qwen3_moe, qwen3_next
 from vime.backends.megatron_utils.convert.family import Family
 from vime.backends.megatron_utils.convert.fields import read_config
 from vime.backends.megatron_utils.convert.ops import Op
@@ -15,8 +15,20 @@ from vime.errors import CheckpointError
 
 __all__ = ["FAMILIES", "model_ops", "model_shape"]
 
-MODULES = (llama, qwen2, qwen3, qwen3_moe, deepseek_v3)
-FAMILIES: Mapping[str, Family] = MappingProxyType({module.FAMILY.architecture: module.FAMILY for module in MODULES})
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {
+        family.architecture: family
+        for family in (
+            llama.FAMILY,
+            qwen2.FAMILY,
+            qwen3.FAMILY,
+            qwen3_moe.FAMILY,
+            qwen3_next.FAMILY,
+            *qwen3_5.FAMILIES,
+            deepseek_v3.FAMILY,
+        )
+    }
+)
 
 
 def model_shape(folder: str | Path) -> ModelShape:

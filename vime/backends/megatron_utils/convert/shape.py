@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
 from vime.backends.megatron_utils.convert.fields import Fields
 from vime.errors import CheckpointError
 
-__all__ = ["DeltaShape", "ExpertShape", "LatentShape", "ModelShape", "common_shape", "softmax_experts"]
+__all__ = ["DeltaShape", "ExpertShape", "LatentShape", "ModelShape", "common_shape", "hybrid_shape", "softmax_experts"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,16 +86,21 @@ class ModelShape:
     carried: tuple[str, ...] = ()  # beginnings of names of tensors that are not trained; exports take them over unchanged
 
 
-def common_shape(fields: Fields, *, qk_norm: bool, qkv_bias: bool, needs_head_dim: bool = False) -> ModelShape:
-    """The fields that all families name alike. Raises CheckpointError for what is missing or not supported."""
+def common_shape(
+    fields: Fields, *, qk_norm: bool, qkv_bias: bool, needs_head_dim: bool = False, mixers: tuple[str, ...] = ("full_attention",)
+) -> ModelShape:
+    """The fields that all families name alike. `mixers`: the layer types that the family has.
+
+    Raises CheckpointError for what is missing or not supported.
+    """
     get, only = fields.get, fields.only
     only("hidden_act", "silu")
     only("use_sliding_window", False, why="Set it to false if the trained contexts are shorter than the window.")
     if "use_sliding_window" in fields:
         fields.ignore("sliding_window")  # it is off
     num_layers = int(get("num_hidden_layers"))
-    if other := sorted(set(get("layer_types", [])) - {"full_attention"}):
-        raise CheckpointError(f"{fields.path}: layer_types {other} are not supported (only 'full_attention').")
+    if other := sorted(set(get("layer_types", [])) - set(mixers)):
+        raise CheckpointError(f"{fields.path}: layer_types {other} are not supported (only {', '.join(mixers)}).")
     for key in ("mlp_bias", "attention_bias"):
         only(key, False, why="It puts biases where Megatron's layer has none.")
     heads, hidden = int(get("num_attention_heads")), int(get("hidden_size"))
@@ -108,7 +113,7 @@ def common_shape(fields: Fields, *, qk_norm: bool, qkv_bias: bool, needs_head_di
         num_heads=heads,
         num_groups=int(get("num_key_value_heads", heads)),
         head_dim=int(get("head_dim") if needs_head_dim else get("head_dim", hidden // heads)),
-        ffn_size=int(get("intermediate_size")),
+        ffn_size=int(get("intermediate_size", 4 * hidden) if "moe_intermediate_size" in fields else get("intermediate_size")),
         vocab_size=int(get("vocab_size")),
         norm_eps=float(get("rms_norm_eps", 1e-6)),
         rope_theta=theta,
@@ -129,8 +134,28 @@ def _rope(fields: Fields) -> tuple[float, Mapping[str, Any]]:
     return float(scaling.pop("rope_theta", None) or theta), MappingProxyType(scaling)
 
 
-def softmax_experts(fields: Fields) -> ExpertShape:
-    """Experts chosen by softmax, as Qwen names them."""
+def hybrid_shape(fields: Fields) -> ModelShape:
+    """Qwen's decoders in which most layers are gated delta nets; without their experts."""
+    get = fields.get
+    shape = common_shape(fields, qk_norm=True, qkv_bias=False, needs_head_dim=True, mixers=("linear_attention", "full_attention"))
+    every = int(get("full_attention_interval", 4))
+    types = get("layer_types", ["full_attention" if (i + 1) % every == 0 else "linear_attention" for i in range(shape.num_layers)])
+    rotary = {key: value for key, value in shape.rope_scaling.items() if not key.startswith("mrope_")}  # of images; text has one position
+    part = float(rotary.pop("partial_rotary_factor", get("partial_rotary_factor", 0.25)))
+    delta = DeltaShape(
+        layers=tuple(kind == "linear_attention" for kind in types),
+        num_keys=int(get("linear_num_key_heads")),
+        num_values=int(get("linear_num_value_heads")),
+        key_dim=int(get("linear_key_head_dim")),
+        value_dim=int(get("linear_value_head_dim")),
+        kernel=int(get("linear_conv_kernel_dim")),
+    )
+    return replace(shape, delta=delta, output_gate=True, unit_norms=True, rotary_part=part, rope_scaling=MappingProxyType(rotary))
+
+
+def softmax_experts(fields: Fields, *, shared: bool = False, normalised: bool = False) -> ExpertShape:
+    """Experts chosen by softmax, as Qwen names them. `shared`: with an MLP for all tokens, and its gate; `normalised`: the
+    default for norm_topk_prob."""
     get = fields.get
     step, dense = int(get("decoder_sparse_step", 1)), set(get("mlp_only_layers", []))
     return ExpertShape(
@@ -138,5 +163,7 @@ def softmax_experts(fields: Fields) -> ExpertShape:
         top_k=int(get("num_experts_per_tok")),
         ffn_size=int(get("moe_intermediate_size")),
         layers=tuple(i not in dense and (i + 1) % step == 0 for i in range(int(get("num_hidden_layers")))),
-        normalised=bool(get("norm_topk_prob", False)),
+        normalised=bool(get("norm_topk_prob", normalised)),
+        shared_ffn_size=int(get("shared_expert_intermediate_size")) if shared else 0,
+        shared_gate=shared,
     )

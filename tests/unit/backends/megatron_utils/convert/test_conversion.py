@@ -25,7 +25,20 @@ LATENT = {
     "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4, "first_k_dense_replace": 1, "n_shared_experts": 1,
     "routed_scaling_factor": 2.5, "num_nextn_predict_layers": 1,
 }  # fmt: skip
-OWN: dict[str, dict[str, Any]] = {"Qwen3MoeForCausalLM": EXPERTS, "DeepseekV3ForCausalLM": LATENT}  # what a config.json has more
+DELTA = {
+    "linear_key_head_dim": 8, "linear_value_head_dim": 12, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_conv_kernel_dim": 4, "full_attention_interval": 2,
+}  # fmt: skip
+SHARED = {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 40, "mlp_only_layers": []}
+OWN: dict[str, dict[str, Any]] = {  # what a config.json has more
+    "Qwen3MoeForCausalLM": EXPERTS,
+    "DeepseekV3ForCausalLM": LATENT,
+    "Qwen3NextForCausalLM": SHARED,
+    "Qwen3_5ForCausalLM": DELTA,
+    "Qwen3_5MoeForCausalLM": SHARED,
+    "Qwen3_5ForConditionalGeneration": DELTA,
+    "Qwen3_5MoeForConditionalGeneration": SHARED,
+}
 
 
 def write_folder(
@@ -33,9 +46,9 @@ def write_folder(
 ) -> tuple[ModelShape, dict[str, torch.Tensor]]:
     """A folder of random weights of an architecture, and what it holds."""
     path.mkdir(exist_ok=True)
-    (path / "config.json").write_text(
-        json.dumps({"architectures": [architecture], "tie_word_embeddings": tied} | SIZE | OWN.get(architecture, {}) | changes)
-    )
+    text = SIZE | OWN.get(architecture, {}) | changes
+    inner = {"text_config": text, "vision_config": {"depth": 1}} if "Conditional" in architecture else text
+    (path / "config.json").write_text(json.dumps({"architectures": [architecture], "tie_word_embeddings": tied} | inner))
     shape = model_shape(path)
     generator = torch.Generator().manual_seed(0)
     tensors = {}
