@@ -114,10 +114,11 @@ def base(tmp_path_factory):
     return list(zip(words[::2], ([word] for word in words[1::2]), strict=True))
 
 
-def rule_problems(pairs):
+def rule_problems(pairs, planned=False):
+    """(problems of the values, problems of the rules)."""
     own = parse_own(pairs)
     try:
-        check_rules(RunConfig(**own.sections, given=own.given), unsure=own.unsure)
+        check_rules(RunConfig(**own.sections, given=own.given), planned=planned, unsure=own.unsure)
     except ConfigError as error:
         return own.problems, error.problems
     return own.problems, []
@@ -135,3 +136,26 @@ def test_a_wrong_value_has_no_consequences_that_are_none(base):
 def test_a_wrong_value_hides_no_other_mistake(base):
     _, rules = rule_problems([*base, ("--rollout-top-p", ["?"]), ("--eval-top-p", ["?"]), ("--eval-top-k", ["5"]), ("--save-hf", ["x"])])
     assert [problem.partition(" ha")[0] for problem in rules] == ["--save-hf", "--eval-top-p, --eval-top-k"]
+
+
+def any_value(spec):
+    """Texts that a flag may be given: valid ones, for whatever its type is."""
+    if spec.type is bool:
+        return st.just([])
+    if spec.type in (int, float):
+        low = spec.ge if spec.ge is not None else (spec.gt + 1 if spec.gt is not None else -9)
+        return st.integers(int(low), int(min(spec.le, low + 9) if spec.le is not None else low + 9)).map(lambda n: [str(n)])
+    if spec.type is dict:
+        return st.sampled_from([["{}"], ['{"a": "b"}'], ['{"a": 1}']])
+    one = st.sampled_from(spec.choices) if spec.choices else st.sampled_from(["x", "a.b", "", "/nowhere", "{rollout_id}", "{"])
+    return st.lists(one, min_size=1, max_size=3 if spec.many else 1)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data(), st.lists(st.sampled_from(SPECS), min_size=1, max_size=10, unique_by=lambda spec: spec.name), st.booleans())
+def test_the_rules_answer_to_whatever_is_given(data, specs, planned):
+    pairs = [(spec.flag, data.draw(any_value(spec), label=spec.flag)) for spec in specs]
+    own, rules = rule_problems([*pairs, *(pair for pair in REQUIRED if pair[0] not in dict(pairs))], planned)
+    assert own == []
+    assert all("--" in problem or problem.startswith("prompt file") for problem in rules)
+    assert len(set(rules)) == len(rules)
