@@ -97,8 +97,7 @@ class RolloutManager(WatchedActor):
     def generate(self, rollout_id: int) -> Generated:
         """One rollout step: generate, score, normalise, pack."""
         config = self._config
-        if self._router is not None:
-            check_workers(self._engine_urls, self._router)
+        self._check_router()
         with user_errors("--rollout-function-path", config.rollout.rollout_function_path, self._rollout):
             output = self._rollout(self._args, rollout_id, self._source, evaluation=False)
             if not isinstance(output, RolloutFnTrainOutput):
@@ -127,6 +126,11 @@ class RolloutManager(WatchedActor):
         with self._source_errors(type(self._source)):
             return dict(self._source.metrics())
 
+    def _check_router(self) -> None:
+        """Requests go to this run's engines alone."""
+        if self._router is not None:
+            check_workers(self._engine_urls, self._router)
+
     def _processed_rewards(self, samples: list[Sample]) -> Any:
         """(raw, rewards) of the user's function; None when there is none and groups are normalised."""
         if self._post_process is None:
@@ -137,6 +141,7 @@ class RolloutManager(WatchedActor):
 
     def evaluate(self, rollout_id: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Metrics and a few readable samples of the held-out files."""
+        self._check_router()
         own = self._config.eval.eval_function_path
         flag, path = ("--eval-function-path", own) if own else ("--rollout-function-path", self._config.rollout.rollout_function_path)
         with user_errors(flag, path, self._eval):

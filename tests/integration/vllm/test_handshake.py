@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import pickle
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +15,7 @@ import pytest
 
 from tests.integration.conftest import engine_config, make_tiny_model
 from tests.integration.vllm.tampering_proxy import Proxy, tampering_proxy
+from tests.rules.source import ROOT
 from vime.backends.vllm_utils import handshake
 from vime.backends.vllm_utils.process import PortClaim
 from vime.backends.vllm_utils.router import RouterClient, RouterServer
@@ -21,6 +26,30 @@ from vime.config import sections as s
 from vime.errors import DeadlineError, EngineError
 
 pytestmark = pytest.mark.integration
+
+# The manager sends its process's output to a log, so it lives in a process of its own; nothing of Ray is started.
+MANAGER = """
+import json, pickle, sys
+from pathlib import Path
+from vime.backends.vllm_utils import handshake
+from vime.ray.rollout import RolloutManager
+
+folder, intruder, handshake.FRESH_WEIGHTS = Path(sys.argv[1]), *sys.argv[2:]
+config, endpoint = pickle.loads((folder / "made_by_the_test").read_bytes())
+manager = RolloutManager(config, str(folder), str(folder))
+found = []
+try:
+    manager.connect([endpoint])
+    manager._router.add_worker(intruder)
+    for call in (manager.generate, manager.evaluate):
+        try:
+            call(0)
+        except Exception as error:
+            found.append([type(error).__name__, str(error)])
+finally:
+    manager.stop()
+(folder / "found.json").write_text(json.dumps(found))
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -120,6 +149,15 @@ def test_a_worker_that_is_no_engine_of_the_run_is_named(
     finally:
         router.remove_worker(proxy.url)
     handshake.check_workers([engine.endpoint.url], router)
+
+
+def test_a_worker_that_comes_during_the_run_ends_it(config: RunConfig, engine: EngineServer, proxy: Proxy, tmp_path: Path) -> None:
+    (tmp_path / "made_by_the_test").write_bytes(pickle.dumps((config, engine.endpoint)))
+    command = [sys.executable, "-c", MANAGER, str(tmp_path), proxy.url, engine.control.weight_version()]
+    subprocess.run(command, check=True, timeout=240, cwd=ROOT)
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert [name for name, _ in found] == ["EngineError", "EngineError"]
+    assert all(f"also sends requests to {proxy.url}" in text for _, text in found)
 
 
 def test_an_engine_that_the_router_does_not_know_is_named(config: RunConfig, engine: EngineServer, router: RouterServer) -> None:
