@@ -16,7 +16,7 @@ LOSS_FIELDS = tuple(
         "ref_update_interval use_unbiased_kl custom_pg_loss_reducer_function_path get_mismatch_metrics use_tis tis_clip "
         "tis_clip_low tis_mode tis_level tis_batch_normalize custom_tis_function_path use_rs rs_level rs_lower_bound "
         "rs_upper_bound rs_veto_threshold use_opsm opsm_delta use_rollout_entropy use_routing_replay use_rollout_routing_replay "
-        "use_opd opd_type opd_kl_coef opd_teacher_load overlong_buffer_len overlong_penalty_factor"
+        "use_opd opd_type opd_kl_coef opd_teacher_load opd_teacher_url overlong_buffer_len overlong_penalty_factor"
     ).split()
 )
 
@@ -100,7 +100,11 @@ ALGORITHM_EFFECTS: tuple[tuple[str, Callable[[RunConfig], bool], str], ...] = (
         "without --use-rs: leave it out, or add that.",
     ),
     ("opsm_delta", lambda c: not c.algorithm.use_opsm, "without --use-opsm: leave it out, or add that."),
-    ("opd_type opd_kl_coef opd_teacher_load", lambda c: not c.algorithm.use_opd, "without --use-opd: leave it out, or add that."),
+    (
+        "opd_type opd_kl_coef opd_teacher_load opd_teacher_url",
+        lambda c: not c.algorithm.use_opd,
+        "without --use-opd: leave it out, or add that.",
+    ),
     (
         "overlong_penalty_factor",
         lambda c: c.reward.overlong_buffer_len is None,
@@ -172,10 +176,16 @@ def _corrections(config: RunConfig) -> Iterator[str]:
 
 
 def _distillation(config: RunConfig) -> Iterator[str]:
-    alg, folder = config.algorithm, config.model.opd_teacher_load
-    if alg.use_opd and alg.opd_type is None:
+    alg, model = config.algorithm, config.model
+    if not alg.use_opd:
+        return
+    if alg.opd_type is None:
         yield "--use-opd needs --opd-type: megatron (a copy in the trainer) or vllm (an engine)."
-    if alg.use_opd and alg.opd_type == "megatron" and folder is None:
-        yield "--opd-type megatron needs --opd-teacher-load, the folder of the teacher."
-    if alg.use_opd and alg.opd_type != "megatron" and folder is not None:
-        yield "--opd-teacher-load has no effect without --opd-type megatron: leave it out."
+    for kind, flag, value in (
+        ("megatron", "--opd-teacher-load", model.opd_teacher_load),
+        ("vllm", "--opd-teacher-url", model.opd_teacher_url),
+    ):
+        if alg.opd_type == kind and value is None:
+            yield f"--opd-type {kind} needs {flag}, which says where the teacher is."
+        if alg.opd_type != kind and value is not None:
+            yield f"{flag} has no effect without --opd-type {kind}: leave it out."

@@ -17,6 +17,7 @@ from vime.rollout.engine_client import derive_seed
 from vime.rollout.generate_state import GenerateState
 from vime.rollout.rm_hub.scoring import async_rm, batched_async_rm
 from vime.rollout.sampling import continue_group, continue_sample, prompt_ids, shares_request
+from vime.rollout.teacher import ask_teacher, needs_teacher
 from vime.utils.types import Sample
 
 __all__ = ["all_or_cancel", "generate", "generate_and_rm", "generate_and_rm_group", "is_done", "segments", "usable"]
@@ -78,7 +79,7 @@ async def generate_and_rm(args: Any, sample: Sample, sampling_params: dict[str, 
 
 
 async def _score(args: Any, result: Sample | list[Sample], sample: Sample, evaluation: bool) -> None:
-    """Rewards for what was generated for `sample`."""
+    """Rewards, and a teacher's log-probs, for what was generated for `sample`."""
     parts = list(segments([result]))
     if any(part.status is Status.ABORTED for part in parts):
         raise GenerationError(f"sample {sample.index} was cut off by the engine, and again when it was continued.")
@@ -87,6 +88,8 @@ async def _score(args: Any, result: Sample | list[Sample], sample: Sample, evalu
         rewards = await all_or_cancel(async_rm(args, part, evaluation) for part in unscored)
         for part, reward in zip(unscored, rewards, strict=True):
             part.reward = reward
+    if needs_teacher(args, evaluation=evaluation):
+        await ask_teacher(args, parts)
 
 
 async def generate_and_rm_group(args: Any, group: Group, sampling_params: dict[str, Any], evaluation: bool = False) -> Group:

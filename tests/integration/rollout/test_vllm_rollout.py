@@ -164,3 +164,10 @@ async def impossible(args: Any, sample: Sample, sampling_params: dict[str, Any])
     except EngineError as error:
         raise GenerationError(str(error)) from error
     return sample
+
+
+def test_a_teacher_server_gives_its_log_probs_of_what_was_sampled(rolled: Any, engine: Any) -> None:
+    """Here the student's own engine teaches: the same numbers as it sampled with."""
+    output, _ = rolled(use_opd=True, opd_type="vllm", opd_teacher_url=engine.endpoint.url)
+    for sample in samples_of(output):
+        assert sample.teacher_log_probs == pytest.approx(sample.rollout_log_probs, abs=1e-4)

@@ -62,6 +62,11 @@ def test_a_knob_without_effect_is_refused(valid, base, values, flag, cure):
         ({"use_rs": True, "rs_lower_bound": 5.0}, "keeps ratios from 5 to 2, so none"),
         ({"use_opd": True}, "--use-opd needs --opd-type"),
         ({"use_opd": True, "opd_type": "megatron"}, "needs --opd-teacher-load"),
+        ({"use_opd": True, "opd_type": "vllm"}, "needs --opd-teacher-url"),
+        (
+            {"use_opd": True, "opd_type": "vllm", "opd_teacher_url": "http://h:1", "opd_teacher_load": "/"},
+            "--opd-teacher-load has no effect",
+        ),
         ({"overlong_buffer_len": 2000}, "--overlong-buffer-len 2000 is more than --rollout-max-response-len"),
     ],
 )

@@ -96,7 +96,6 @@ class AlgorithmConfig:
         "Where the teacher's log-probs come from: an engine, or a copy in the trainer.",
         type=str,
         choices=("vllm", "megatron"),
-        choices_not_yet=("vllm",),
     )
     opd_kl_coef: float = opt(1.0, "Coefficient of that KL.", ge=0)
 
