@@ -25,6 +25,7 @@ class Batches:
     most_tokens: int
     micro_batches: int  # of one rank in one step, at mean lengths
     most_micro_batches: int
+    imbalance: float  # share by which the fullest rank has more than the mean, were all samples of one length
     idle_ranks: int  # data-parallel ranks without a sample in a step
     bubble: float  # share of a step in which a pipeline rank waits
     object_bytes: int  # of one rollout step in Ray's object store, at the longest length
@@ -66,6 +67,7 @@ def batches(s: Settings) -> Batches:
         most_tokens=samples * s.longest,
         micro_batches=micro,
         most_micro_batches=_micro_batches(s, per_step, s.longest),
+        imbalance=-(-per_step // s.data) * s.data / per_step - 1.0,
         idle_ranks=max(0, s.data - per_step),
         bubble=(s.pipeline - 1) / (s.virtual * micro + s.pipeline - 1),
         object_bytes=samples * s.longest * OBJECT_BYTES,

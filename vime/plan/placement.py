@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -59,12 +60,22 @@ def gpus_of(s: Settings, places: Sequence[tuple[int, int]]) -> tuple[int, ...]:
 
 
 def _engines(s: Settings) -> Iterator[tuple[int, list[tuple[int, int]]]]:
-    """(engine, its (node, GPU) places): behind the trainer's GPUs, or on them."""
-    per_node = s.trainers_per_node if s.colocate else s.machine.gpus_per_node
-    first = 0 if s.colocate or not s.trains or s.cpu else s.world
+    """(engine, its (node, GPU) places): on the trainer's GPUs, or on the next free ones, an engine on one node where it has room."""
+    if s.cpu:
+        yield from ((i, [(0, 0)] * s.engine_gpus) for i in range(s.num_engines))
+        return
+    if s.colocate:
+        free = (divmod(gpu, s.trainers_per_node) for gpu in itertools.count())
+    else:
+        used = s.trainers_per_node if s.trains else 0
+        free = ((node, gpu) for node in itertools.count() for gpu in range(used if node < s.nodes else 0, s.machine.gpus_per_node))
+    whole = s.engine_gpus <= (s.trainers_per_node if s.colocate else s.machine.gpus_per_node)
     for i in range(s.num_engines):
-        begin = first + i * s.engine_gpus
-        yield i, [divmod(gpu, per_node) for gpu in range(begin, begin + s.engine_gpus)]
+        places = [next(free)]
+        while len(places) < s.engine_gpus:
+            place = next(free)
+            places = [place] if whole and place[0] != places[0][0] else [*places, place]
+        yield i, places
 
 
 # --- devices ---

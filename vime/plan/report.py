@@ -147,9 +147,10 @@ def _batches(plan: Plan) -> Iterator[str]:
     if not s.trains:
         return
     low, high = b.samples_per_rank
-    share = f"{low}" if low == high else f"{low} or {high}"
+    share = f"{low}" if low == high else f"{low} or {high} (the fullest has {b.imbalance:.0%} more than the mean)"
     run = "" if b.total_steps is None else f", {b.total_steps} in the run"
-    yield f"  {b.steps} optimizer step{_s(b.steps)} of {b.samples_per_step} samples{run}; {share} samples a data-parallel rank"
+    yield f"  {b.steps} optimizer step{_s(b.steps)} of {b.samples_per_step} samples{run}"
+    yield f"  samples a data-parallel rank and step: {share}"
     bubble = f"; pipeline bubble {b.bubble:.0%}" if s.pipeline > 1 else ""
     yield f"  {b.micro_batches} micro-batch{'es' * (b.micro_batches > 1)} a rank and step ({b.most_micro_batches} at most){bubble}"
     if plan.sync is not None:

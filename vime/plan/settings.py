@@ -149,6 +149,9 @@ def settings_of(config: RunConfig, options: PlanOptions) -> Settings:
     assert config.model.hf_checkpoint is not None  # a rule has seen to it
     model = read_model(config.model.hf_checkpoint)
     cpu = config.cluster.device == "cpu"
+    if not cpu and config.cluster.actor_num_gpus_per_node > options.gpus_per_node:
+        asked = config.cluster.actor_num_gpus_per_node
+        raise ConfigError(f"--actor-num-gpus-per-node {asked}: a node has {options.gpus_per_node} GPUs. Say how many with --gpus-per-node.")
     machine = _machine(cpu, options)
     alg, cluster, data, engine = config.algorithm, config.cluster, config.data, _Tokens(config.vllm_tokens)
     train, generate = not config.debug.debug_rollout_only, not config.debug.debug_train_only

@@ -38,6 +38,12 @@ def test_ranks_have_megatrons_coordinates_and_engines_stand_behind_them(tmp_path
     assert {"driver", "rollout manager", "router"} <= set(found)
 
 
+def test_engines_take_the_gpus_that_the_trainers_leave_and_stay_on_one_node(tmp_path: Path) -> None:
+    s = settings(tmp_path, "qwen3-4b", actor_num_gpus_per_node=5, actor_num_nodes=2, rollout_num_gpus=6, rollout_num_gpus_per_engine=2)
+    found = [(process.node, process.gpus) for process in processes(s) if process.role == "engine"]
+    assert found == [(0, (5, 6)), (1, (5, 6)), (2, (0, 1))]
+
+
 def test_every_trainer_rank_has_its_own_coordinates(tmp_path: Path) -> None:
     layout = {"tensor_model_parallel_size": 2, "context_parallel_size": 2, "pipeline_model_parallel_size": 2}
     s = settings(tmp_path, "qwen3-4b", layout, actor_num_gpus_per_node=8, actor_num_nodes=2)
@@ -160,6 +166,7 @@ def test_the_smallest_engine_that_holds_the_work_is_advised(tmp_path: Path) -> N
     ({"pipeline_model_parallel_size": 5}, {"actor_num_gpus_per_node": 5}, "(36) into stages [7, 7, 7, 7, 7]."),
     ({"expert_model_parallel_size": 2}, {"actor_num_gpus_per_node": 2}, "Qwen3ForCausalLM has no experts."),
     ({"context_parallel_size": 4}, {"actor_num_gpus_per_node": 2}, "parallelism of 4 does not divide the trainer's processes (2)."),
+    ({}, {"actor_num_gpus_per_node": 16}, "a node has 8 GPUs"),
     ({}, {"rollout_num_gpus_per_engine": 3, "rollout_num_gpus": 3}, "--rollout-num-gpus-per-engine 3 does not divide"),
 ])  # fmt: skip
 def test_sizes_that_do_not_divide_are_refused(tmp_path: Path, megatron: dict[str, int], changes: dict[str, int], problem: str) -> None:
@@ -199,4 +206,6 @@ def test_batches_of_fixed_micro_batches_and_of_several_steps(tmp_path: Path) -> 
         global_batch_size=64,
     )  # fmt: skip
     b = make_plan(s).batches
+    assert b.imbalance == 0
+    assert make_plan(replace(s, steps=1, prompts=1, samples=10)).batches.imbalance == pytest.approx(0.2), "3 of 10 / 4 = 2.5"
     assert (b.steps, b.samples_per_step, b.samples_per_rank, b.micro_batches, b.total_steps) == (4, 64, (16, 16), 8, 40)
