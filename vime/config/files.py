@@ -65,6 +65,8 @@ def read_file(path: str, own: Own) -> tuple[list[Given], list[str]]:
         return [], [f"--config '{path}' cannot be read: {error.strerror}. It is looked for relative to the current directory."]
     except UnicodeDecodeError as error:
         return [], [f"--config '{path}' is no text in UTF-8 (byte {error.start})."]
+    except RecursionError:
+        return [], [f"{path}: something in it holds itself (an alias of YAML's): write it out."]
     except _FileError as error:
         return [], [str(error)]
     given: list[Given] = []
@@ -225,6 +227,9 @@ class _Yaml:
     def _plain(self, node: Any) -> Any:
         """JSON values; 1e-5 is a number here, as in JSON."""
         if isinstance(node, self._yaml.MappingNode):
+            keys = [key for key, _ in self._pairs(node)]
+            if twice := [key for key in keys if [other.value for other in keys].count(key.value) > 1]:
+                raise _FileError(f"{self._place(twice[-1])}: '{twice[-1].value}' stands in this mapping twice: keep one.")
             return {key.value: self._plain(value) for key, value in self._pairs(node)}
         if isinstance(node, self._yaml.SequenceNode):
             return [self._plain(item) for item in node.value]

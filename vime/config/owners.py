@@ -21,7 +21,7 @@ from vime.errors import ConfigError
 
 __all__ = ["OWNERS", "Answer", "Owner", "ask", "options_of"]
 
-DEADLINE = 180.0  # seconds an owner's parser may take, its imports included
+DEADLINE = 600.0  # seconds an owner's parser may take, its imports included
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +91,9 @@ def _answer(owner: Owner, process: subprocess.Popen[str]) -> Answer:
         process.communicate()
         return Answer(problems=[f"{owner.title}'s own parser did not answer within {DEADLINE:g} s: is the machine overloaded?"])
     if process.returncode not in (0, 2):
-        return Answer(problems=[f"{owner.title}'s own parser failed (exit {process.returncode}): {err.strip()[-2000:]}"])
+        last = (err.strip().splitlines() or ["it said nothing"])[-1]
+        by_hand = f"python -m {' '.join((owner.module, *owner.word))}"
+        return Answer(problems=[f"{owner.title}'s own parser cannot be asked (exit {process.returncode}): {last} (all of it: {by_hand})"])
     lines = out.strip().splitlines()
     problems = [line for line in err.strip().splitlines() if line.strip()] if process.returncode == 2 else []
     return Answer(values=json.loads(lines[-1]) if lines else {}, problems=problems)

@@ -6,6 +6,7 @@ Each yields a sentence per problem, naming the flags and the cure.
 from __future__ import annotations
 
 import os
+import re
 import string
 from collections import Counter
 from collections.abc import Collection, Iterator
@@ -118,6 +119,18 @@ def _rollout(config: RunConfig) -> Iterator[str]:
         yield "--router-... configures the router that the run starts, but --vllm-router-ip names one that runs already: leave one out."
 
 
+def _determinism(config: RunConfig) -> Iterator[str]:
+    """Engine flags that undo what --vllm-enable-deterministic-inference sets."""
+    if not config.engine.vllm_enable_deterministic_inference:
+        return
+    typed = {re.split(r"[=.]", token.replace("_", "-"), maxsplit=1)[0] for token in config.vllm_tokens if token.startswith("--")}
+    undone = {"--enable-prefix-caching": "it needs the prefix cache off, since a resumed run finds it empty"}
+    if config.cluster.device == "cpu":
+        undone["--max-num-seqs"] = "it runs one sequence at a time on the CPU"
+    for flag in undone.keys() & typed:
+        yield f"--vllm-{flag[2:]} contradicts --vllm-enable-deterministic-inference: {undone[flag]}. Leave one of them out."
+
+
 def _evaluation(config: RunConfig) -> Iterator[str]:
     words = config.eval.eval_prompt_data
     if len(words) % 2:
@@ -166,4 +179,4 @@ def _template_problem(template: str) -> str | None:
     return "only {rollout_id} can be filled in."
 
 
-_RULES = (_placement, _batches, algorithm_rules, _rollout, _evaluation, _files)
+_RULES = (_placement, _batches, algorithm_rules, _rollout, _determinism, _evaluation, _files)

@@ -107,6 +107,8 @@ eps-clip = 0.30
         ("router-disable-retries: false\n", "1: vllm-router has no word for"),
         ("rollout-stop: [a, null]\n", "1: a list of values holds no null."),
         ("- lr\n", "1: a file of flags holds 'name: value' lines."),
+        ("vllm-compilation-config: {mode: 1,\n  mode: 2}\n", "2: 'mode' stands in this mapping twice: keep one."),
+        ("rollout-stop: &a [x, *a]\n", "something in it holds itself"),
         ("a: [\n", " is no YAML: "),
         ("? [a]\n: 1\n", "1: a key must be a flag's name."),
     ],

@@ -96,3 +96,15 @@ def test_prompts_are_needed_by_our_own_data_source_only(valid):
 def test_held_out_prompts_alone_are_evaluated_before_and_after(valid, tmp_path):
     (tmp_path / "held.jsonl").write_text('{"input": "1"}\n')
     check_rules(change(valid, eval_prompt_data=["held", str(tmp_path / "held.jsonl")]))
+
+
+@pytest.mark.parametrize("token", ["--max-num-seqs=8", "--max_num_seqs", "--enable-prefix-caching"])
+def test_engine_flags_that_undo_determinism_are_refused(valid, token):
+    config = dataclasses.replace(valid, vllm_tokens=(token,))
+    check_rules(config)
+    with pytest.raises(ConfigError, match="contradicts --vllm-enable-deterministic-inference"):
+        check_rules(change(config, vllm_enable_deterministic_inference=True))
+
+
+def test_engine_flags_that_agree_with_determinism_are_taken(valid):
+    check_rules(dataclasses.replace(change(valid, vllm_enable_deterministic_inference=True), vllm_tokens=("--no-enable-prefix-caching",)))
