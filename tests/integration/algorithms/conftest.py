@@ -1,4 +1,4 @@
-"""One trainer process that goes through all cases, started once a session."""
+"""Trainer processes, one and two, that go through all cases, started once a session."""
 
 from __future__ import annotations
 
@@ -69,6 +69,22 @@ def cases_of(models: dict[str, str], folder: Path) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
+LAYOUTS = {
+    "dp2": [],
+    "tp2": ["--tensor-model-parallel-size", "2"],
+    "pp2": ["--pipeline-model-parallel-size", "2"],
+    "cp2": ["--context-parallel-size", "2"],
+}
+SPREAD = (("gspo", "cp2"), ("reinforce_plus_plus", "dp2"), ("ppo", "pp2"), ("ppo", "cp2"))  # what looks at whole sequences or all samples
+
+
+def cases_of_two(one: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Some of the cases of one process, for two."""
+    named = {case["name"]: case for case in one}
+    cases = [{**named[name], "name": f"{name}_{layout}", "tokens": LAYOUTS[layout]} for name, layout in SPREAD]
+    return cases + [{**named["critic"], "name": f"critic_{layout}", "tokens": tokens, "count": 3} for layout, tokens in LAYOUTS.items()]
+
+
 @pytest.fixture(scope="session")
 def models(tmp_path_factory):
     """role -> folder."""
@@ -77,12 +93,24 @@ def models(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def results(tmp_path_factory, models):
-    """results(case): what the case stored."""
+    """results(case, rank=0): what a rank of the case stored."""
     folder = tmp_path_factory.mktemp("algorithms")
-    cases = cases_of(models, folder)
-    (folder / "cases.json").write_text(json.dumps(cases))
-    command = [sys.executable, "-m", "tests.integration.algorithms.worker", str(folder), *free_ports(len(cases))]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return lambda name: torch.load(folder / f"{name}.pt", weights_only=False)
+    one = cases_of(models, folder)
+    processes = []
+    for world, cases in ((1, one), (2, cases_of_two(one))):
+        (folder / f"cases_{world}.json").write_text(json.dumps(cases))
+        ports = free_ports(len(cases))
+        for rank in range(world):
+            command = [sys.executable, "-m", "tests.integration.algorithms.worker", str(folder), str(world), str(rank), *ports]
+            env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+            log = folder / f"log_{world}_{rank}.txt"
+            with log.open("w") as out:
+                processes.append((log, subprocess.Popen(command, cwd=ROOT, env=env, stdout=out, stderr=subprocess.STDOUT)))
+    try:
+        for log, process in processes:
+            assert process.wait(timeout=DEADLINE_S) == 0, f"{log.name}:\n{log.read_text()[-4000:]}"
+    finally:
+        for _, process in processes:
+            process.kill()
+            process.wait()
+    return lambda name, rank=0: torch.load(folder / f"{name}.{rank}.pt", weights_only=False)

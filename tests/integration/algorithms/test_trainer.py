@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from tests.integration.algorithms.conftest import ESTIMATORS, TOKEN_KL, WHITENED
+from tests.integration.algorithms.conftest import ESTIMATORS, LAYOUTS, SPREAD, TOKEN_KL, WHITENED
 from tests.integration.algorithms.worker import batch_of, values_of
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
@@ -146,3 +146,18 @@ def test_the_critic_learns_its_returns(results):
 def test_a_saved_critic_goes_on_as_if_nothing_had_happened(results):
     whole, rest = results("critic"), results("critic_rest")
     assert [m["train/critic-value_loss"] for m in rest["metrics"]] == [m["train/critic-value_loss"] for m in whole["metrics"][15:]]
+
+
+@pytest.mark.parametrize(("name", "layout"), SPREAD)
+def test_two_processes_compute_the_same_step(results, name, layout):
+    (one,), (two,) = results(name)["metrics"], results(f"{name}_{layout}")["metrics"]
+    names = [key for key in one if key.startswith("train/")]
+    assert {key: two[key] for key in names} == pytest.approx({key: one[key] for key in names}, rel=2e-5, abs=2e-6)
+    assert results(f"{name}_{layout}", 1)["metrics"][0].keys() == two.keys()
+
+
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_a_critic_over_two_processes_learns_the_same(results, layout):
+    one, two = (results(name)["metrics"][:3] for name in ("critic", f"critic_{layout}"))
+    for name in ("train/critic-value_loss", "train/critic-grad_norm", "train/critic-values"):
+        assert [m[name] for m in two] == pytest.approx([m[name] for m in one], rel=1e-4, abs=1e-6)

@@ -1,8 +1,8 @@
 """One trainer process of the algorithm tests: runs a list of cases one after the other and stores what came out.
 
-    python -m tests.integration.algorithms.worker FOLDER PORT...     (one port a case)
+    python -m tests.integration.algorithms.worker FOLDER WORLD RANK PORT...     (one port a case)
 
-FOLDER holds `cases.json`: a list of {name, kind, ...}; results go to FOLDER/NAME.pt.
+FOLDER holds `cases_WORLD.json`: a list of {name, kind, ...}; results go to FOLDER/NAME.RANK.pt.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from vime.config import sections as s
 from vime.config.run import RunConfig
 from vime.types import TrainBatch
 
+from megatron.core import parallel_state  # isort: skip  # after vime's package has prepared it
+
 
 def config_of(case: dict[str, Any]) -> RunConfig:
     base = RunConfig(
@@ -30,17 +32,18 @@ def config_of(case: dict[str, Any]) -> RunConfig:
         training=s.TrainingConfig(lr=1e-3, clip_grad=1e9, train_threads=1),
         data=s.DataConfig(num_rollout=200, rollout_batch_size=12),
         rollout=s.RolloutConfig(rollout_max_response_len=10),
-        cluster=s.ClusterConfig(actor_deadline=120.0),
+        cluster=s.ClusterConfig(actor_num_gpus_per_node=2, actor_deadline=120.0),
+        megatron_tokens=tuple(case.get("tokens", ())),
     )
     return replace(base, algorithm=s.AlgorithmConfig(**case.get("algorithm", {})), critic=s.CriticConfig(**case.get("critic", {})))
 
 
-def batch_of(number: int) -> TrainBatch:
-    """A rollout step of two micro-batches; sample 5 has nothing that is trained."""
+def batch_of(number: int, rank: int = 0, size: int = 1) -> TrainBatch:
+    """A data-parallel rank's share of a rollout step, two micro-batches; sample 5 has nothing that is trained."""
     samples = make_samples(seed=number)
     nothing = np.zeros_like(samples[5].loss_mask)
     samples[5] = replace(samples[5], loss_mask=nothing, rollout_mask_sum=0.0)
-    return make_batch(samples, rank=0, size=1, micro=2, steps=1, rollout_id=number)
+    return make_batch(samples, rank=rank, size=size, micro=2, steps=1, rollout_id=number)
 
 
 def packed_random(trainer: MegatronTrainer, batch: TrainBatch) -> list[list[torch.Tensor]]:
@@ -61,11 +64,12 @@ def train(case: dict[str, Any], where: dict[str, Any]) -> dict[str, Any]:
     """The policy's trainer: `count` steps, saved and loaded in the middle when `folder` is given."""
     out: dict[str, Any] = {"metrics": []}
     trainer = MegatronTrainer(config_of(case), **where)
+    size = parallel_state.get_data_parallel_world_size()
     try:
         if case.get("load"):
             trainer.load(case["load"])
         for number in range(case.get("first", 0), case.get("first", 0) + case.get("count", 1)):
-            batch = batch_of(number)
+            batch = batch_of(number, trainer.data_parallel_rank, size)
             values = packed_random(trainer, batch) if case.get("values") else None
             out["metrics"].append(trainer.train(batch, values))
             out["returns"] = trainer.returns
@@ -82,7 +86,7 @@ def critic(case: dict[str, Any], where: dict[str, Any]) -> dict[str, Any]:
     out: dict[str, Any] = {"metrics": [], "values": []}
     trainer = MegatronCritic(critic_config(config_of(case)), **where)
     try:
-        batch = batch_of(0)
+        batch = batch_of(0, trainer.data_parallel_rank, parallel_state.get_data_parallel_world_size())
         if case.get("load"):
             trainer.load(case["load"])
         for _ in range(case["count"]):
@@ -90,7 +94,6 @@ def critic(case: dict[str, Any], where: dict[str, Any]) -> dict[str, Any]:
             returns = [[(micro.labels % 7).float() * micro.loss_mask for micro in step] for step in trainer._plans]
             out["values"].append(values)
             out["returns"] = returns
-            out["masks"] = [[micro.loss_mask for micro in step] for step in trainer._plans]
             out["metrics"].append(perf | trainer.train_on(batch, returns))
         if case.get("save"):
             trainer.save(case["save"])
@@ -100,10 +103,10 @@ def critic(case: dict[str, Any], where: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    folder = Path(sys.argv[1])
-    for case, port in zip(json.loads((folder / "cases.json").read_text()), map(int, sys.argv[2:]), strict=True):
-        where = {"rank": 0, "world_size": 1, "master_addr": "127.0.0.1", "master_port": port}
-        torch.save({"train": train, "critic": critic}[case["kind"]](case, where), folder / f"{case['name']}.pt")
+    folder, world, rank = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    for case, port in zip(json.loads((folder / f"cases_{world}.json").read_text()), map(int, sys.argv[4:]), strict=True):
+        where = {"rank": rank, "world_size": world, "master_addr": "127.0.0.1", "master_port": port}
+        torch.save({"train": train, "critic": critic}[case["kind"]](case, where), folder / f"{case['name']}.{rank}.pt")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,101 @@
+"""Sets of weights that change places with those in a model; the critic's view of a run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from vime.backends.megatron_utils.actor import needs_old_log_probs
+from vime.backends.megatron_utils.critic import critic_config
+from vime.backends.megatron_utils.roles import HeldWeights
+from vime.config import sections as s
+from vime.config.run import RunConfig
+
+
+def state(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [tensor.clone() for tensor in model.state_dict().values()]
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def fill(model: torch.nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            tensor.copy_(torch.randn(tensor.shape, generator=generator))
+
+
+def test_weights_change_places_and_come_back_bit_for_bit() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4, track_running_stats=False))
+    model.register_buffer("bias_of_experts", torch.zeros(5))
+    held = HeldWeights([model])
+    fill(model, 1)
+    reference = state(model)
+    held.keep("ref")
+    fill(model, 2)
+    policy, places = state(model), [p.data_ptr() for p in model.parameters()]
+    assert "ref" in held
+    assert "teacher" not in held
+    for _ in range(2):
+        with held.using("ref"):
+            assert same(state(model), reference)
+        assert same(state(model), policy)
+    assert [p.data_ptr() for p in model.parameters()] == places
+
+
+def test_what_is_changed_meanwhile_belongs_to_the_role() -> None:
+    model = torch.nn.Linear(2, 2)
+    held = HeldWeights([model])
+    fill(model, 1)
+    held.keep("ref")
+    fill(model, 2)
+    policy = state(model)
+    with held.using("ref"):
+        fill(model, 3)
+        changed = state(model)
+    seen = []
+
+    def failing_pass() -> None:
+        with held.using("ref"):
+            seen.append(same(state(model), changed))
+            raise RuntimeError("the pass failed")
+
+    with pytest.raises(RuntimeError, match="the pass failed"):
+        failing_pass()
+    assert seen == [True]
+    assert same(state(model), policy)
+
+
+def test_the_critic_sees_its_own_folder_rate_and_warm_up() -> None:
+    config = RunConfig(
+        model=s.ModelConfig(hf_checkpoint="policy", ref_load="reference", ref_update_interval=3),
+        training=s.TrainingConfig(lr=1e-6),
+        algorithm=s.AlgorithmConfig(advantage_estimator="ppo", kl_coef=0.1, loss_aggregation="token", use_tis=True),
+        critic=s.CriticConfig(critic_load="critic", critic_lr=1e-5, critic_lr_warmup_iters=7),
+        megatron_tokens=("--lr-warmup-iters", "100", "--weight-decay", "0.1", "--lr-warmup-fraction=0.1"),
+    )
+    own = critic_config(config)
+    assert (own.model.hf_checkpoint, own.training.lr) == ("critic", 1e-5)
+    assert own.megatron_tokens == ("--weight-decay", "0.1", "--lr-warmup-iters", "7")
+    assert own.algorithm == s.AlgorithmConfig(advantage_estimator="ppo", loss_aggregation="token")
+    assert own.model.ref_update_interval is None
+    plain = critic_config(RunConfig(model=s.ModelConfig(hf_checkpoint="policy"), training=s.TrainingConfig(lr=2e-6)))
+    assert (plain.model.hf_checkpoint, plain.training.lr) == ("policy", 2e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "steps", "needed"),
+    [
+        ({}, 1, False),
+        ({}, 2, True),
+        ({"use_rollout_logprobs": True}, 2, False),
+        ({"use_tis": True}, 1, False),
+        ({"kl_coef": 0.1, "advantage_estimator": "ppo"}, 1, True),
+        ({"use_opd": True, "opd_type": "megatron"}, 1, True),
+        ({"loss_type": "sft_loss"}, 2, False),
+    ],
+)
+def test_old_log_probs_are_computed_where_something_reads_them(changes: dict[str, object], steps: int, needed: bool) -> None:
+    assert needs_old_log_probs(s.AlgorithmConfig(**changes), num_steps=steps) == needed  # type: ignore[arg-type]
