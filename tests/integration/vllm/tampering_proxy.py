@@ -46,7 +46,7 @@ def tampering_proxy(engine: EngineEndpoint) -> Iterator[Proxy]:
             response = connection.getresponse()
             text = response.read()
             connection.close()
-            if path in proxy.altered:
+            if path in proxy.altered and response.status == 200:
                 text = json.dumps(proxy.altered[path](json.loads(text))).encode()
             return self.answer(response.status, text)
 

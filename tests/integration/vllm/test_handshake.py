@@ -121,6 +121,18 @@ def test_an_absent_endpoint_is_named_with_its_cure(config: RunConfig, proxy: Pro
     assert f"engine 1 at {proxy.url} lacks {path} ({handshake.NEEDED[path]})." == str(caught.value)
 
 
+@pytest.mark.parametrize(("field", "words"), [("weight_versions", "weight versions"), ("logprobs", "log-probs")])
+def test_a_reply_without_what_training_needs_is_named(
+    config: RunConfig, proxy: Proxy, router: RouterServer, field: str, words: str
+) -> None:
+    def poorer(answer: dict[str, Any]) -> dict[str, Any]:
+        return answer | {"choices": [choice | {field: None} for choice in answer["choices"]]}
+
+    proxy.altered["/inference/v1/generate"] = poorer
+    with pytest.raises(EngineError, match=rf"engine 1 at {proxy.url}: its replies carry no {words}, which training needs"):
+        handshake.shake_hands(config, [proxy.endpoint], router)
+
+
 def test_engines_that_differ_are_both_named(config: RunConfig, engine: EngineServer, proxy: Proxy, router: RouterServer) -> None:
     two = dataclasses.replace(config, cluster=s.ClusterConfig(rollout_num_gpus=2))
 

@@ -28,12 +28,13 @@ SECONDS = 60.0  # for each question
 _PROBE = [1, 2, 3]  # token ids of the request that goes through the router
 _ROUTER_QUEUE = 100  # vllm-router's own --queue-size
 
+GENERATE = "/inference/v1/generate"
 _DEV_MODE = "start it with VLLM_SERVER_DEV_MODE=1"
 _TOO_OLD = "this vLLM cannot be sent weights: take one that `vime doctor` calls tested"
 NEEDED = {  # path -> what an engine without it lacks
     "/health": "it is no vLLM server",
     "/version": "it is no vLLM server",
-    "/inference/v1/generate": "start it with --enable-scale-out",
+    GENERATE: "start it with --enable-scale-out",
     "/pause": _DEV_MODE,
     "/resume": _DEV_MODE,
     "/is_paused": _DEV_MODE,
@@ -69,6 +70,7 @@ class EngineFacts:
     generation_config: str
     transport: str
     max_requests: int | None
+    max_logprobs: int  # of one token; -1 = all
 
     def __str__(self) -> str:
         return f"{self.name} at {self.url}"
@@ -123,11 +125,31 @@ def shake_hands(config: RunConfig, endpoints: Sequence[EngineEndpoint], router: 
     """
     facts = [ask_engine(EngineControl.of(endpoint)) for endpoint in endpoints]
     problems = list(engine_disagreements(config, facts))
+    for endpoint in endpoints:
+        problems += _reply_problems(EngineControl.of(endpoint))
     if len(facts) != config.num_engines:
         problems.append(f"{len(facts)} engines came up, --rollout-num-gpus and --rollout-num-gpus-per-engine ask for {config.num_engines}.")
     problems += router_disagreements(config, [endpoint.url for endpoint in endpoints], router)
     _raise_if(problems)
     return facts
+
+
+def _reply_problems(control: EngineControl) -> list[str]:
+    """Whether a generated token comes with what training needs."""
+    params = {"max_tokens": 1, "temperature": 1.0, "logprobs": 0, "ignore_eos": True, "detokenize": False}
+    reply = control.call("POST", GENERATE, {"token_ids": _PROBE, "sampling_params": params}, seconds=SECONDS)
+    choice = (reply.get("choices") or [{}])[0]
+    content = (choice.get("logprobs") or {}).get("content") or [{}]
+    there = {
+        "token ids": len(choice.get("token_ids") or []) == 1,
+        "log-probs": "logprob" in content[0],
+        "weight versions": bool(choice.get("weight_versions")),
+    }
+    return [
+        f"{control.name} at {control.url}: its replies carry no {what}, which training needs. Take a vLLM that `vime doctor` calls tested."
+        for what, found in there.items()
+        if not found
+    ]
 
 
 def engine_disagreements(config: RunConfig, engines: Sequence[EngineFacts]) -> Iterator[str]:
@@ -143,7 +165,7 @@ def engine_disagreements(config: RunConfig, engines: Sequence[EngineFacts]) -> I
         first = engines[0]
         for field in (each.name for each in fields(EngineFacts)):
             here, there = getattr(engine, field), getattr(first, field)
-            if field not in wanted and field not in ("name", "url", "max_requests") and here != there:
+            if field not in wanted and field not in ("name", "url", "max_requests", "max_logprobs") and here != there:
                 yield (
                     f"{_words(field)} of {engine} is {_shown(here)}, that of {first} is {_shown(there)}. "
                     "All engines of a run must be alike: start them with the same vLLM and the same flags."
@@ -250,6 +272,11 @@ def _too_small(config: RunConfig, engine: EngineFacts) -> Iterator[str]:
             f"{engine} takes {engine.max_model_len} tokens in all, prompts of {prompt} (--rollout-max-prompt-len) and responses of "
             f"{rollout.rollout_max_response_len} (--rollout-max-response-len) need more. "
             f"Give --rollout-max-context-len {engine.max_model_len}, or a smaller --rollout-max-response-len."
+        )
+    if 0 <= engine.max_logprobs < rollout.rollout_top_k:
+        yield (
+            f"{engine} gives the log-probs of {engine.max_logprobs} tokens at most, --rollout-top-k is {rollout.rollout_top_k}: the "
+            "trainer needs all that a token was chosen from. Start it with that --max-logprobs."
         )
     if engine.max_requests is not None and engine.max_requests < config.engine.vllm_server_concurrency:
         yield (

@@ -31,4 +31,5 @@ class WorkerExtension:
             "generation_config": str(model.generation_config),
             "transport": str(transport.config.backend) if transport is not None else "none",
             "max_requests": None if bound is None else int(bound),
+            "max_logprobs": int(model.max_logprobs),
         }

@@ -44,6 +44,7 @@ def facts_of(folder: Path, number: int = 0, **changes: Any) -> EngineFacts:
         generation_config="vllm",
         transport="shm",
         max_requests=None,
+        max_logprobs=20,
     )
     return dataclasses.replace(facts, **changes)
 
@@ -99,6 +100,14 @@ def test_responses_longer_than_the_engine_takes_are_refused(model: Path) -> None
     (problem,) = engine_disagreements(config, [facts_of(model)])
     assert "takes 512 tokens in all" in problem
     assert "--rollout-max-context-len 512" in problem
+
+
+@pytest.mark.parametrize(("top_k", "most", "fits"), [(50, 20, False), (50, 50, True), (-1, 20, True), (50, -1, True)])
+def test_all_that_a_token_was_chosen_from_must_be_told(model: Path, top_k: int, most: int, fits: bool) -> None:
+    config = config_of(model, rollout=s.RolloutConfig(rollout_max_context_len=512, rollout_top_k=top_k))
+    problems = list(engine_disagreements(config, [facts_of(model, max_logprobs=most)]))
+    assert (problems == []) is fits
+    assert all(f"log-probs of {most} tokens at most, --rollout-top-k is {top_k}" in problem for problem in problems)
 
 
 @pytest.mark.parametrize("tokens", [("--dtype", "bfloat16"), ("--dtype=bfloat16",), ("--dtype", "half", "--dtype", "bfloat16")])
