@@ -38,6 +38,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> (transformers' clas
     "qwen2": ("Qwen2", {"tie_word_embeddings": False}),
     "llama": ("Llama", {"tie_word_embeddings": False}),
     "llama3_rope": ("Llama", {"rope_parameters": LLAMA3}),
+    "deep": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True, "num_hidden_layers": 4}),
+    "deep_untied": ("Qwen2", {"tie_word_embeddings": False, "num_hidden_layers": 4}),
     "qwen3_moe": ("Qwen3Moe", {"head_dim": 16, "tie_word_embeddings": False, **EXPERTS}),
     "qwen3_moe_mixed": ("Qwen3Moe", {"head_dim": 16, **EXPERTS, "norm_topk_prob": False, "mlp_only_layers": [0]}),
     "qwen3_next": ("Qwen3Next", {**DELTA, **SHARED}),

@@ -66,6 +66,8 @@ def _placement(config: RunConfig) -> Iterator[str]:
             f"--actor-num-gpus-per-node {world} cannot be divided by the experts' parallel size {experts} "
             "(expert tensor x expert x pipeline): use a multiple of it."
         )
+    if config.training.only_train_params_name_list and config.training.freeze_params_name_list:
+        yield "--only-train-params-name-list and --freeze-params-name-list both say what is trained: give one of them."
     if config.megatron_size("context_parallel_size") > 1 and config.algorithm.loss_type == "custom_loss":
         yield "--loss-type custom_loss needs the logits of whole sequences: leave --context-parallel-size out."
 

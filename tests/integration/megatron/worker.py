@@ -20,6 +20,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from vime.backends.megatron_utils import bootstrap
 from vime.backends.megatron_utils.actor import MegatronTrainer
 from vime.config import sections as s
 from vime.config.run import RunConfig
@@ -90,7 +91,7 @@ def gradients(trainer: MegatronTrainer) -> dict[str, torch.Tensor]:
 def config_of(case: dict[str, Any]) -> RunConfig:
     base = RunConfig(
         model=s.ModelConfig(hf_checkpoint=case["model"], ref_load=case.get("ref")),
-        training=s.TrainingConfig(lr=case.get("lr", 1e-3), clip_grad=case.get("clip", 1e9), train_threads=1),
+        training=s.TrainingConfig(lr=case.get("lr", 1e-3), clip_grad=case.get("clip", 1e9), train_threads=1, **case.get("training", {})),
         data=s.DataConfig(num_rollout=case.get("num_rollout", 10), rollout_batch_size=12),
         cluster=s.ClusterConfig(actor_num_gpus_per_node=2, actor_deadline=120.0),
         rollout=s.RolloutConfig(rollout_temperature=case.get("temperature", 1.0)),
@@ -99,8 +100,20 @@ def config_of(case: dict[str, Any]) -> RunConfig:
     return dataclasses.replace(base, algorithm=s.AlgorithmConfig(**case.get("algorithm", {})))
 
 
+def refusal_of(case: dict[str, Any], *, world: int, rank: int, port: int) -> dict[str, Any]:
+    """What the trainer says to a configuration that it does not take."""
+    try:
+        MegatronTrainer(config_of(case), rank=rank, world_size=world, master_addr="127.0.0.1", master_port=port).shutdown()
+    except VimeError as error:
+        bootstrap.shutdown()
+        return {"error": f"{type(error).__name__}: {error}"}
+    return {"error": "none"}
+
+
 def run_case(case: dict[str, Any], *, world: int, rank: int, port: int) -> dict[str, Any]:
     out: dict[str, Any] = {"metrics": []}
+    if case.get("refused"):
+        return refusal_of(case, world=world, rank=rank, port=port)
     trainer = MegatronTrainer(config_of(case), rank=rank, world_size=world, master_addr="127.0.0.1", master_port=port)
     try:
         size = parallel_state.get_data_parallel_world_size()

@@ -23,8 +23,10 @@ from vime.backends.megatron_utils.advantages import Plans, with_advantages
 from vime.backends.megatron_utils.arguments import resolve
 from vime.backends.megatron_utils.checkpoint import load_state, save_state
 from vime.backends.megatron_utils.convert.registry import model_ops, model_shape
-from vime.backends.megatron_utils.convert.transfer import HFWeights, Ranks, load_hf_weights
+from vime.backends.megatron_utils.convert.transfer import HFWeights, Ranks, load_hf_weights, parameters_by_name
 from vime.backends.megatron_utils.convert.writer import HFWriter, copy_small_files, keep_model_files
+from vime.backends.megatron_utils.experts import RoutingTape, routing_metrics
+from vime.backends.megatron_utils.frozen import freeze, trained_names
 from vime.backends.megatron_utils.layout import Layout
 from vime.backends.megatron_utils.loss import LossHooks, loss_from_logits, packed_log_probs
 from vime.backends.megatron_utils.model import build_model, transformer_config
@@ -50,13 +52,13 @@ REFERENCE_FOLDER = "ref"  # in the trainer's part of a commit, with --ref-update
 def needs_old_log_probs(algorithm: AlgorithmConfig, *, num_steps: int) -> bool:
     """Whether the log-probs under the weights that generated must be computed before the first optimizer step.
 
-    Advantages start from them with --kl-coef and --use-opd. The loss compares with them from the second optimizer step on; in the first
-    they are its own.
+    Advantages start from them with --kl-coef and --use-opd; --use-routing-replay records routing in that pass. The loss compares
+    with them from the second optimizer step on; in the first they are its own.
     """
     if algorithm.loss_type == "sft_loss":
         return False
     starts = algorithm.kl_coef != 0 or algorithm.use_opd or algorithm.custom_advantage_function_path is not None
-    return starts or (num_steps > 1 and not algorithm.use_rollout_logprobs)
+    return starts or algorithm.use_routing_replay or (num_steps > 1 and not algorithm.use_rollout_logprobs)
 
 
 def _hook(path: str | None, kind: str) -> Any:
@@ -90,6 +92,10 @@ class MegatronTrainer:
         self._cp_group = parallel_state.get_context_parallel_group()
         self._dp_group = parallel_state.get_data_parallel_group()
         self._model_config = transformer_config(args)
+        self._tape = RoutingTape() if config.algorithm.use_routing_replay else None
+        self._model_config.routing_tape = self._tape  # type: ignore[attr-defined]  # where the routers find it
+        if self._tape is not None and self._shape.experts is None:
+            raise ConfigError(f"--use-routing-replay has no effect: {self._shape.path} is of a model without experts. Leave it out.")
         chunks = build_model(args, self._model_config)
         self._start_weights(chunks)
         self._model = wrap_data_parallel(args, self._model_config, chunks)
@@ -147,7 +153,7 @@ class MegatronTrainer:
         algorithm = self._config.algorithm
         old_needed = needs_old_log_probs(algorithm, num_steps=len(plans))
         if old_needed:
-            with self._timed(seconds, "log_probs"):
+            with self._timed(seconds, "log_probs"), self._recorded():
                 plans = self._with_log_probs(plans, "old_log_probs")
         if parallel_state.is_pipeline_last_stage(ignore_virtual=True):  # where the log-probs are, and the loss
             plans = self._with_advantages(batch, plans)
@@ -155,7 +161,7 @@ class MegatronTrainer:
             self.returns = [[packed.returns for packed in step if packed.returns is not None] for step in plans]
             if batch.rollout_id < self._config.critic.num_critic_only_steps:
                 return self._slowest(seconds)
-        with self._timed(seconds, "actor_train"):
+        with self._timed(seconds, "actor_train"), self._replayed():
             steps = [self._optimizer_step(packed, batch) for packed in plans]
         interval = self._config.model.ref_update_interval
         if interval is not None and (batch.rollout_id + 1) % interval == 0:
@@ -255,9 +261,16 @@ class MegatronTrainer:
         self._held = self._hold_roles(chunks)
         self._fill(chunks, str(self._config.model.hf_checkpoint))
         self._weights = HFWeights(chunks, self._ops, self._ranks)
+        self._freeze(chunks)
 
     def _fill(self, chunks: Sequence[torch.nn.Module], folder: str) -> None:
         load_hf_weights(chunks, folder, self._ops, self._shape, ranks=self._ranks)
+
+    def _freeze(self, chunks: Sequence[torch.nn.Module]) -> None:
+        """What --only-train-params-name-list and --freeze-params-name-list say."""
+        if self._config.training.only_train_params_name_list or self._config.training.freeze_params_name_list:
+            names = [op.megatron for op in self._ops]
+            freeze(parameters_by_name(chunks), trained_names(names, self._config.training), tied=self._shape.tied)
 
     @property
     def _ranks(self) -> Ranks:
@@ -367,13 +380,32 @@ class MegatronTrainer:
             vocab_size=self._shape.vocab_size, rows=rows, cp_group=self._cp_group, hooks=self._loss_hooks,
         )  # fmt: skip
 
+    @contextmanager
+    def _recorded(self) -> Iterator[None]:
+        """With --use-routing-replay: the passes inside record which experts they use."""
+        if self._tape is not None:
+            self._tape.clear()
+            self._tape.recording = True
+        yield
+        if self._tape is not None:
+            self._tape.recording = False
+
+    @contextmanager
+    def _replayed(self) -> Iterator[None]:
+        """With --use-routing-replay: training inside uses the experts that were recorded."""
+        if self._tape is not None:
+            self._tape.replaying = True
+        yield
+        if self._tape is not None:
+            self._tape.clear()
+
     def _optimizer_step(self, packed: list[PackedBatch], batch: TrainBatch) -> dict[str, float]:
         """One optimizer step; its metrics without prefix."""
         for chunk in self._model:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
         parts = forward_backward(self._model, packed, self._loss, whole=self._whole)
-        metrics = sum_metrics(parts)
+        metrics = sum_metrics(parts) | routing_metrics(self._model_config, len(packed))
         self._optimizer.prepare_grads()
         norm = float(self._optimizer.get_grad_norm())
         if self._args.check_for_nan_in_loss_and_grad:

@@ -174,6 +174,8 @@ def _with_shape(
         problems += error.problems
         return {}
     problems += contradictions(parser, explicit, implied, shape.path)
+    if shape.experts is not None and explicit.get("tensor_model_parallel_size", 1) > 1 and not explicit.get("sequence_parallel"):
+        problems.append("--tensor-model-parallel-size with experts needs --sequence-parallel: each token is routed on one rank.")
     if shape.experts is None:
         unread = [_flag_of(parser, dest) for dest in explicit if dest in OF_EXPERTS]
         problems += [f"{flag} has no effect: {shape.path} is of a model without experts. Leave it out." for flag in unread]

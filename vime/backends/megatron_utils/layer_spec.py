@@ -13,7 +13,6 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -21,13 +20,14 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, get_tr
 
 from vime.backends.megatron_utils.attention import PackedCoreAttention
 from vime.backends.megatron_utils.delta import DeltaNet, HeadNorm
+from vime.backends.megatron_utils.experts import Router
 from vime.backends.megatron_utils.fused import swiglu
 from vime.backends.megatron_utils.latent import LatentAttention
 from vime.backends.megatron_utils.layer_probe import has_transformer_engine
 from vime.backends.megatron_utils.linear import ColumnLinear, RowLinear
 from vime.backends.megatron_utils.norm import RMSNorm
 
-__all__ = ["GatedMLP", "LastLayer", "Router", "layer_spec"]
+__all__ = ["GatedMLP", "LastLayer", "layer_spec"]
 
 
 class GatedMLP(MLP):
@@ -52,18 +52,6 @@ class LastLayer(TransformerLayer):
         if packed_seq_params is not None and packed_seq_params.rows is not None:
             hidden_states = hidden_states.index_select(0, packed_seq_params.rows)
         return super()._forward_mlp(hidden_states, inference_context, padding_mask=padding_mask, packed_seq_params=packed_seq_params)
-
-
-class Router(TopKRouter):
-    """Megatron's router, whose load-balancing losses count as means over micro-batches (`step` sets their scale)."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.calculate_per_token_loss = False  # it would multiply by a number of tokens by which nothing is divided here
-
-    def _apply_expert_bias(self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
-        """Megatron's own applies the mask [T] to the last dimension of the map [T, E], which fails."""
-        super()._apply_expert_bias(routing_map if padding_mask is None else routing_map & ~padding_mask[:, None])
 
 
 def layer_spec(config: TransformerConfig, *, stage: int | None = None, last: bool = True) -> TransformerBlockSubmodules:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from vime.backends.megatron_utils.experts import share_of_losses
 from vime.backends.megatron_utils.model import forward_logits
 from vime.packing.pack import PackedBatch
 
@@ -25,6 +26,9 @@ def _forward_step(
     use: Callable[..., Any], whole: bool, batches: Iterator[PackedBatch], model: torch.nn.Module
 ) -> tuple[torch.Tensor, Callable[..., Any]]:
     packed = next(batches)
+    tape = getattr(model.config, "routing_tape", None)
+    if tape is not None:
+        tape.start(packed)
     output, rows = forward_logits(model, packed, None if whole else packed.scored_rows)
     return output, partial(use, packed, rows)
 
@@ -34,12 +38,11 @@ def _run(
 ) -> list[Any]:
     config: Any = chunks[0].config
     wanted = len(batches)
+    if config.num_moe_experts is not None:
+        share_of_losses(config, wanted, batches[0].tokens.device)
     if len(chunks) > 1:  # the interleaved schedule wants whole rounds of the pipeline
         batches = [*batches, *[batches[-1].emptied()] * (-wanted % config.pipeline_model_parallel_size)]
     longest = max(packed.num_tokens for packed in batches)
-    if config.num_moe_experts is not None:  # its load-balancing losses are means over the step's micro-batches
-        share = 1.0 / (len(batches) * parallel_state.get_data_parallel_world_size())
-        config.moe_grad_scale_func = lambda: torch.tensor([share], device=batches[0].tokens.device)
     results = get_forward_backward_func()(
         forward_step_func=partial(_forward_step, use, whole),
         data_iterator=iter(batches) if len(chunks) == 1 else [iter(batches) for _ in chunks],

@@ -22,14 +22,10 @@ class TrainingConfig:
         None, "CPU threads of one trainer process; default: cores shared evenly among the trainers.", type=int, ge=1
     )
     only_train_params_name_list: list[str] = opt(
-        [],
-        "Regular expressions of the parameters to train; all others are frozen.",
-        many=True,
-        type=str,
-        not_yet="all weights are trained. Leave it out.",
+        [], "Regular expressions of the parameters to train, by Megatron's names; all others are frozen.", many=True, type=str
     )
     freeze_params_name_list: list[str] = opt(
-        [], "Regular expressions of the parameters to freeze.", many=True, type=str, not_yet="all weights are trained. Leave it out."
+        [], "Regular expressions of the parameters to freeze, by Megatron's names.", many=True, type=str
     )
     reset_optimizer_states: bool = opt(
         False, "Clear the optimizer's moments before each rollout step.", not_yet="the moments are kept. Leave it out."

@@ -1,0 +1,192 @@
+"""Every parallel layout gives the losses, log-probs and gradients of one process: dense models and mixtures of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.integration.megatron.conftest import RECOMPUTE, run_all
+from tests.tiny_models import write_model
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
+
+Results = Callable[..., dict[str, Any]]
+Tensors = dict[str, torch.Tensor]
+
+SIZES = {
+    "tp": "--tensor-model-parallel-size",
+    "pp": "--pipeline-model-parallel-size",
+    "cp": "--context-parallel-size",
+    "ep": "--expert-model-parallel-size",
+    "etp": "--expert-tensor-parallel-size",
+    "chunk": "--num-layers-per-virtual-pipeline-stage",
+    "first": "--decoder-first-pipeline-num-layers",
+}
+MODELS = ("deep", "deep_untied", "qwen3_moe")
+LAYOUTS = {  # processes -> model -> layouts; "sp" is tensor and sequence parallelism
+    2: {
+        "deep": ["pp2", "pp2 chunk1", "cp2", "pp2 first1"],
+        "deep_untied": ["pp2", "cp2"],
+        "qwen3_moe": ["dp2", "ep2", "sp2", "pp2", "cp2", "cp2 ep2", "sp2 ep2 etp1"],
+    },
+    4: {
+        "deep": ["pp4", "tp2 pp2", "cp2 dp2", "sp2 pp2 chunk1", "sp2 cp2"],
+        "deep_untied": ["pp2 cp2", "cp4", "sp2 pp2"],
+        "qwen3_moe": ["pp2 ep2", "sp2 ep2", "sp2 pp2 ep2 etp1"],
+    },
+}
+BALANCE = ["--moe-router-load-balancing-type", "aux_loss", "--moe-aux-loss-coeff", "0.1", "--moe-z-loss-coeff", "0.05"]
+SELECTIVE = ["--recompute-granularity", "selective"]
+EQUAL = 1e-5  # of gradients, relative to the largest of each parameter; of log-probs, absolute
+
+
+def tokens_of(layout: str) -> list[str]:
+    """Megatron's flags of a layout."""
+    out: list[str] = []
+    for part in layout.split():
+        name, size = part.rstrip("0123456789"), part.lstrip("abcdefghijklmnopqrstuvwxyz")
+        if name == "dp":
+            continue  # what is left of the processes
+        out += [SIZES["tp" if name == "sp" else name], size, *(["--sequence-parallel"] if name == "sp" else [])]
+    return out
+
+
+def cases_of(models: dict[str, str], folder: Path) -> dict[int, list[dict[str, Any]]]:
+    """The cases by number of processes, those first that others start from."""
+    deep, moe = models["deep"], models["qwen3_moe"]
+    grads: dict[str, Any] = {"gradients": True}
+    saved, saved_moe = str(folder / "save"), str(folder / "save_moe")
+    replay = {"model": moe, "steps": 3, "algorithm": {"use_routing_replay": True}}
+    frozen = {"model": deep, "training": {"freeze_params_name_list": ["embedding", r"layers\.1\.mlp"]}, **grads}
+    cases = {
+        size: [
+            {"name": f"{model} {layout}", "model": models[model], "tokens": tokens_of(layout), **grads}
+            for model, layouts in of_models.items()
+            for layout in layouts
+        ]
+        for size, of_models in LAYOUTS.items()
+    }
+    cases[1] = [{"name": f"{model} one", "model": models[model], **grads} for model in MODELS]
+    cases[4] += [
+        {"name": "two steps", "model": deep, "tokens": tokens_of("sp2 pp2 chunk1"), "count": 2, "save": saved},
+        {"name": "two steps moe", "model": moe, "tokens": tokens_of("sp2 pp2 ep2 etp1"), "count": 2, "save": saved_moe},
+    ]
+    cases[2] += [
+        {"name": "two more cp2", "model": deep, "tokens": tokens_of("cp2"), "first": 2, "count": 2, "load": saved},
+        {"name": "two more ep2", "model": moe, "tokens": tokens_of("ep2"), "first": 2, "count": 2, "load": saved_moe},
+        {"name": "balanced cp2", "model": moe, "tokens": tokens_of("cp2") + BALANCE, **grads},
+        {"name": "balanced dp2", "model": moe, "tokens": BALANCE, **grads},
+        {"name": "replayed pp2", **replay, "tokens": tokens_of("pp2") + RECOMPUTE},
+        {"name": "frozen pp2", **frozen, "tokens": tokens_of("pp2") + RECOMPUTE},
+        *({"name": f"recompute {layout}", "model": deep, "tokens": tokens_of(layout) + RECOMPUTE, **grads} for layout in ("pp2", "cp2")),
+        {"name": "selective sp2", "model": deep, "tokens": tokens_of("sp2") + SELECTIVE, **grads},
+        {"name": "deep sp2", "model": deep, "tokens": tokens_of("sp2"), **grads},
+    ]
+    cases[1] += [
+        {"name": "four steps", "model": deep, "count": 4},
+        {"name": "four steps moe", "model": moe, "count": 4},
+        {"name": "balanced", "model": moe, "tokens": BALANCE, **grads},
+        {"name": "balanced four", "model": moe, "tokens": BALANCE, "micro": 4, **grads},
+        {"name": "replayed", **replay},
+        {"name": "routed anew", **replay, "algorithm": {}},
+        {"name": "frozen", **frozen},
+        {"name": "only", "model": deep, "training": {"only_train_params_name_list": ["linear_fc1"]}, **grads},
+        {"name": "frozen nothing", "model": deep, "training": {"freeze_params_name_list": ["no such name"]}, "refused": True},
+    ]
+    return {size: cases[size] for size in (4, 2, 1)}
+
+
+@pytest.fixture(scope="session")
+def matrix(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """matrix(case, rank=0): what a rank of a case stored. One number of processes after the other."""
+    folder = tmp_path_factory.mktemp("matrix")
+    models = {name: str(write_model(name, folder / name)) for name in MODELS}
+    for size, listed in cases_of(models, folder).items():
+        run_all(folder, {size: listed})
+
+    def load(name: str, rank: int = 0) -> dict[str, Any]:
+        return torch.load(folder / f"{name}.{rank}.pt", weights_only=False)
+
+    return load
+
+
+def worst(a: Tensors, b: Tensors) -> float:
+    """max over parameters of max|a - b| / max|b|."""
+    assert set(a) == set(b)
+    return max(float((a[name] - b[name]).abs().max() / b[name].abs().max().clamp(min=1e-12)) for name in b)
+
+
+def losses(result: dict[str, Any]) -> list[float]:
+    return [m["train/loss"] for m in result["metrics"]]
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"), [(model, layout) for of in LAYOUTS.values() for model, layouts in of.items() for layout in layouts]
+)
+def test_a_layout_equals_one_process(matrix: Results, model: str, layout: str) -> None:
+    one, many = matrix(f"{model} one"), matrix(f"{model} {layout}")
+    assert losses(many) == pytest.approx(losses(one), abs=1e-6)
+    for name, value in one["metrics"][0].items():
+        if not name.startswith("perf/"):
+            assert many["metrics"][0][name] == pytest.approx(value, rel=1e-5, abs=1e-5), name
+    assert worst(many["gradients"], one["gradients"]) <= EQUAL
+    assert many["probe"] == pytest.approx(one["probe"], abs=EQUAL)
+
+
+def test_all_ranks_report_the_same(matrix: Results) -> None:
+    first = matrix("deep sp2 pp2 chunk1")
+    for rank in (1, 2, 3):
+        other = matrix("deep sp2 pp2 chunk1", rank)
+        assert other["metrics"] == first["metrics"]
+        assert other["probe"] == first["probe"]
+        assert other["weights"] == {}
+
+
+@pytest.mark.parametrize(("whole", "more"), [("four steps", "two more cp2"), ("four steps moe", "two more ep2")])
+def test_a_state_saved_in_one_layout_goes_on_in_another(matrix: Results, whole: str, more: str) -> None:
+    assert losses(matrix(more)) == pytest.approx(losses(matrix(whole))[2:], abs=2e-3)
+    assert matrix(more)["step"] == 4
+
+
+@pytest.mark.parametrize(("case", "plain"), [("recompute pp2", "deep pp2"), ("recompute cp2", "deep cp2"), ("selective sp2", "deep sp2")])
+def test_recomputing_activations_changes_nothing(matrix: Results, case: str, plain: str) -> None:
+    assert losses(matrix(case)) == losses(matrix(plain))
+    assert worst(matrix(case)["gradients"], matrix(plain)["gradients"]) <= 1e-7
+
+
+@pytest.mark.parametrize(("case", "like"), [("balanced cp2", "balanced"), ("balanced dp2", "balanced four")])
+def test_load_balancing_losses_are_those_of_one_process(matrix: Results, case: str, like: str) -> None:
+    """With as many micro-batches in all: they are means over micro-batches."""
+    one, many = matrix(like), matrix(case)
+    assert worst(many["gradients"], one["gradients"]) <= EQUAL
+    assert worst(one["gradients"], matrix("qwen3_moe one")["gradients"]) > 1e-3
+    for name in ("train/moe_load_balancing_loss", "train/moe_z_loss"):
+        assert many["metrics"][0][name] == pytest.approx(one["metrics"][0][name], rel=1e-5)
+        assert one["metrics"][0][name] > 0.5
+
+
+def test_replayed_routing_keeps_the_experts_of_the_policy_that_generated(matrix: Results) -> None:
+    replayed, anew, pipeline = matrix("replayed"), matrix("routed anew"), matrix("replayed pp2")
+    assert losses(pipeline) == pytest.approx(losses(replayed), abs=1e-6)
+    assert worst(pipeline["weights"], replayed["weights"]) <= 1e-5
+    assert worst(replayed["weights"], anew["weights"]) > 1e-4  # the weights moved, and with them some of the routing
+
+
+def test_frozen_parameters_stay_and_the_others_learn_as_before(matrix: Results) -> None:
+    whole = matrix("deep one")["gradients"]
+    for case in ("frozen", "frozen pp2"):
+        gradients = matrix(case)["gradients"]
+        still = {name for name, value in gradients.items() if not value.any()}
+        assert still == {"model.embed_tokens.weight", *(f"model.layers.1.mlp.{name}_proj.weight" for name in ("gate", "up", "down"))}
+        assert worst({n: v for n, v in gradients.items() if n not in still}, {n: v for n, v in whole.items() if n not in still}) <= EQUAL
+    only = matrix("only")["gradients"]
+    assert {name.rpartition("mlp.")[2] for name, value in only.items() if value.any()} == {"gate_proj.weight", "up_proj.weight"}
+
+
+def test_an_expression_that_is_found_nowhere_is_refused(matrix: Results) -> None:
+    error = matrix("frozen nothing")["error"]
+    assert error.startswith("ConfigError: --freeze-params-name-list 'no such name' is found in no parameter's name. Names are like ")

@@ -1,0 +1,165 @@
+"""Mixtures of experts: the router with its load-balancing losses, their metrics, and routing that is recorded and replayed.
+
+    --moe-router-load-balancing-type aux_loss, global_aux_loss     Megatron's (arXiv:2101.03961, eq. 4), times --moe-aux-loss-coeff
+    --moe-z-loss-coeff                                             mean over tokens of logsumexp(logits)^2 (arXiv:2202.08906, eq. 5)
+
+Each is a mean over the step's micro-batches and is added to the loss, at whatever layout; padding counts in none of them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from vime.errors import TrainerError
+from vime.packing.pack import PackedBatch
+
+__all__ = ["Router", "RoutingTape", "routing_metrics", "share_of_losses"]
+
+METRICS = {"load_balancing_loss": "aux_loss", "global_load_balancing_loss": "global_aux_loss", "z_loss": None}
+
+
+class RoutingTape:
+    """Which experts the tokens of each micro-batch went to, layer by layer: recorded in one pass, taken again in later ones.
+
+    The policy that is trained then uses the experts of the policy that generated, although it has moved (arXiv:2507.18071, section
+    5.3). What is recorded stays on its rank: all passes over a step have one layout. `clear` when the step is done.
+    """
+
+    def __init__(self) -> None:
+        self.recording = False
+        self.replaying = False
+        self._packed: PackedBatch | None = None
+        self._chosen: dict[tuple[int, int], torch.Tensor] = {}
+
+    def start(self, packed: PackedBatch) -> None:
+        """The next pass through the layers is over `packed`, whose tokens are the key: they stay when values are added to it."""
+        self._packed = packed
+
+    def clear(self) -> None:
+        """Forget what was recorded."""
+        self._chosen.clear()
+        self._packed = None
+        self.recording = self.replaying = False
+
+    def put(self, layer: int, chosen: torch.Tensor) -> None:
+        """Keep a layer's choice, [tokens of this rank, k] i64."""
+        assert self._packed is not None
+        self._chosen[id(self._packed.tokens), layer] = chosen
+
+    def get(self, layer: int) -> torch.Tensor | None:
+        """A layer's choice; None for a filler, in which nothing is trained. Raises TrainerError when it was not recorded."""
+        assert self._packed is not None
+        found = self._chosen.get((id(self._packed.tokens), layer))
+        if found is None and len(self._packed.trained_rows):
+            ids = list(self._packed.sample_ids[:4])
+            raise TrainerError(
+                f"no routing of layer {layer} was recorded for the micro-batch with samples {ids}...: it cannot be replayed."
+            )
+        return found
+
+
+class _LayerTape:
+    """What Megatron asks for its top-k: this layer's part of the tape.
+
+    Where activations are recomputed, a layer runs twice: first without gradients, then, in the backward pass and in the order of the
+    micro-batches, with them. The second run takes what the first one took, whatever micro-batch has been started meanwhile.
+    """
+
+    def __init__(self, tape: RoutingTape, router: TopKRouter) -> None:
+        self._tape, self._router = tape, router
+        self._pending: deque[torch.Tensor | None] = deque()
+
+    def get_replay_topk(
+        self, scores: torch.Tensor, topk: int, num_groups: int | None, group_topk: int | None, default_compute_topk: Callable[..., Any]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(values [T, k], indices [T, k]) of the experts to use."""
+        layer = self._router.layer_number
+        chosen: torch.Tensor | None = None
+        if self._router.training and self._tape.replaying:
+            second = torch.is_grad_enabled() and len(self._pending) > 0
+            chosen = self._pending.popleft() if second else self._tape.get(layer)
+            if not torch.is_grad_enabled():
+                self._pending.append(chosen)
+        if chosen is not None:
+            return scores.gather(1, chosen), chosen
+        values, indices = default_compute_topk(scores, topk, num_groups, group_topk)
+        if self._tape.recording:
+            self._tape.put(layer, indices.detach())
+        return values, indices
+
+
+class Router(TopKRouter):
+    """Megatron's router with losses that are means over tokens and micro-batches at every layout."""
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.calculate_per_token_loss = False  # it would multiply by a number of tokens by which nothing is divided here
+        tape = getattr(config, "routing_tape", None)
+        if tape is not None:
+            self.router_replay = _LayerTape(tape, self)
+
+    def set_layer_number(self, layer_number: int) -> None:
+        """Its place in the whole model, from 1."""
+        self.layer_number = layer_number
+
+    def apply_z_loss(self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None) -> torch.Tensor:
+        """Megatron's own takes the mean of the ranks' means, which weighs tokens by how many others are on their rank."""
+        coefficient = self.config.moe_z_loss_coeff
+        if not coefficient or not self.training or not torch.is_grad_enabled():
+            return logits
+        values = torch.logsumexp(logits, dim=-1).square()
+        if padding_mask is not None:
+            values = values.masked_fill(padding_mask, 0.0)
+        count = torch.tensor(float(len(values)) if padding_mask is None else float((~padding_mask).sum()), device=logits.device)
+        dist.all_reduce(count, group=self.tp_cp_group)
+        loss = values.sum() / count
+        get_moe_metrics_tracker().record("z_loss", loss, self.layer_number, self.config.num_layers)
+        return MoEAuxLossAutoScaler.apply(logits, coefficient * loss)
+
+    def _apply_expert_bias(self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
+        """Megatron's own applies the mask [T] to the last dimension of the map [T, E], which fails."""
+        super()._apply_expert_bias(routing_map if padding_mask is None else routing_map & ~padding_mask[:, None])
+
+
+def share_of_losses(config: TransformerConfig, num_micro_batches: int, device: torch.device) -> None:
+    """Let the routers' losses count as means over the step's micro-batches of all data-parallel ranks."""
+    share = torch.tensor([1.0 / (num_micro_batches * parallel_state.get_data_parallel_world_size())], device=device)
+    config.moe_grad_scale_func = lambda: share  # type: ignore[attr-defined]
+
+
+def routing_metrics(config: TransformerConfig, num_micro_batches: int) -> dict[str, float]:
+    """The step's router losses, without their coefficients, as means over layers and micro-batches; empty where there are none.
+
+    Collective over all ranks.
+    """
+    if config.num_moe_experts is None:
+        return {}
+    kinds = config.moe_router_load_balancing_type
+    kinds = kinds if isinstance(kinds, list) else [kinds]
+    coefficients = config.moe_aux_loss_coeff if isinstance(config.moe_aux_loss_coeff, list) else [config.moe_aux_loss_coeff] * len(kinds)
+    used = {kind for kind, coefficient in zip(kinds, coefficients, strict=False) if coefficient > 0}
+    names = [name for name, kind in METRICS.items() if (kind in used if kind else config.moe_z_loss_coeff)]
+    layers = config.num_layers if isinstance(config.moe_layer_freq, int) else sum(config.moe_layer_freq)
+    if isinstance(config.moe_layer_freq, int):
+        layers = -(-config.num_layers // config.moe_layer_freq)
+    out = {}
+    for name in names:
+        tracker = get_moe_metrics_tracker()
+        tracker.ensure_initialized(name, config.num_layers)
+        values = tracker.metrics[name].values
+        total = values.double().sum()
+        values.zero_()
+        dist.all_reduce(total)
+        replicas = 1 if name.startswith("global") else parallel_state.get_data_parallel_world_size()
+        out[f"moe_{name}"] = float(total) / (replicas * layers * num_micro_batches)
+    return out
