@@ -51,13 +51,17 @@ def cache(s: Settings) -> Cache:
         num_bytes = int(s.utilization * s.machine.device_bytes) - engine_weights(s) - workspace(s) - graphs(s) - PROGRAMS_GPU.engine_device
     block = KV_BLOCK_CPU if s.cpu else KV_BLOCK
     tokens = max(0, int(num_bytes / s.cache_bytes_per_token)) // block * block
-    mean = s.mean_prompt + s.mean_response
+
+    def held(length: int) -> int:
+        padded = -(-length // block) * block
+        return max(0, int(num_bytes / (padded * s.cache_bytes_per_token + s.state_bytes_per_sequence)))
+
     samples = -(-s.prompts * s.samples // max(1, s.num_engines))
     return Cache(
         num_bytes=num_bytes,
         tokens=tokens,
-        longest_sequences=tokens // (-(-s.longest // block) * block),
-        mean_sequences=tokens // (-(-mean // block) * block),
+        longest_sequences=held(s.longest),
+        mean_sequences=held(s.mean_prompt + s.mean_response),
         wanted=min(samples, s.max_seqs, s.concurrency),
     )
 

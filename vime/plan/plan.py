@@ -77,7 +77,7 @@ def refusals(s: Settings) -> list[str]:
                 f"{_gib(-cache.num_bytes)} too little for weights and workspace. Largest item: engine weights, "
                 f"{_gib(engine.engine_weights(s))}."
             )
-        elif cache.tokens < s.longest:
+        elif cache.longest_sequences < 1:
             out.append(
                 f"engine: the KV cache of {_gib(cache.num_bytes)} holds {cache.tokens} tokens, fewer than the longest sample has "
                 f"({s.longest}); vLLM does not start so."
@@ -124,7 +124,7 @@ def engine_advice(s: Settings) -> str:
         if total % gpus:
             continue
         tried = replace(s, engine_gpus=gpus, num_engines=total // gpus)
-        if layout_problems(tried) or engine.cache(tried).tokens < s.longest:
+        if layout_problems(tried) or engine.cache(tried).longest_sequences < 1:
             continue
         cache = engine.cache(tried)
         if cache.mean_sequences >= cache.wanted or gpus * 2 > total:

@@ -141,7 +141,13 @@ class Settings:
     def cache_bytes_per_token(self) -> float:
         """Of the KV cache, on each GPU of an engine; groups are split over the GPUs as far as they go, a compressed vector is not."""
         shared = 1 if self.model.latent is not None else min(self.engine_gpus, self.model.groups)
-        return self.model.layers * self.model.cache_width * self.cache_bytes / shared
+        return self.model.cached_layers * self.model.cache_width * self.cache_bytes / shared
+
+    @property
+    def state_bytes_per_sequence(self) -> float:
+        """Of the layers that keep a float32 state instead of keys and values, on each GPU of an engine."""
+        delta = self.model.delta
+        return 0.0 if delta is None else len(delta.layers) * delta.state * 4 / self.engine_gpus
 
 
 def settings_of(config: RunConfig, options: PlanOptions) -> Settings:
@@ -228,7 +234,8 @@ def layout_problems(s: Settings) -> list[str]:
         divides(s.tensor, model.heads, "--tensor-model-parallel-size", "num_attention_heads")
         if model.latent is None:
             divides(s.tensor, model.groups, "--tensor-model-parallel-size", "num_key_value_heads")
-        divides(s.tensor, model.ffn, "--tensor-model-parallel-size", "intermediate_size")
+        if model.ffn:
+            divides(s.tensor, model.ffn, "--tensor-model-parallel-size", "intermediate_size")
         out += _stage_problems(s)
         if model.moe is None and s.expert > 1:
             out.append(f"--expert-model-parallel-size {s.expert}: {model.architecture} has no experts.")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from vime.plan.batches import batches, computed_tokens, micro_batch_tokens
 from vime.plan.footprint import Item
 from vime.plan.settings import Settings
-from vime.plan.shape import ModelSize
+from vime.plan.shape import Delta, ModelSize
 
 __all__ = ["StageWeights", "activation_numbers", "held", "role_weights", "stage_weights", "sync_bucket", "sync_items", "train_items"]
 
@@ -17,6 +17,7 @@ MAIN_BYTES = 4  # the float32 master copy of a bfloat16 weight
 CHUNK_NUMBERS, CHUNK_NUMBERS_CPU = 2**26, 2**18  # of a float32 piece of the logits (backends/megatron_utils/log_probs.py)
 ADAM_PIECE = 2**24  # weights updated at once (backends/megatron_utils/adam.py)
 CHUNKS_AT_ONCE = 3  # scaled logits, probabilities, gradient
+DELTA_CHUNK = 64  # tokens after which a gated delta net's state is kept
 SHORT = 64  # tokens up to which the CPU's attention keeps its weights (backends/megatron_utils/attention.py)
 
 
@@ -91,7 +92,7 @@ def activation_numbers(s: Settings, layer: int) -> float:
     """
     model, modules = s.model, s.recompute_modules if s.recompute == "selective" else ()
     whole = (2.0 if "layernorm" in modules else 4.0) * model.hidden
-    split = _attention_numbers(s, modules)
+    split = _delta_numbers(model.delta) if model.delta is not None and layer in model.delta.layers else _attention_numbers(s, modules)
     if not model.has_experts(layer):
         split += 0 if "mlp" in modules else 3 * model.ffn
         return (whole / (s.tensor if s.sequence else 1)) + split / s.tensor
@@ -113,10 +114,20 @@ def _attention_numbers(s: Settings, modules: tuple[str, ...]) -> float:
     if a is None:
         kv = model.groups * model.head_dim
         normed = model.query_width + kv if model.qk_norm else 0
-        return out + normed + model.query_width + 2 * kv * s.context  # keys and values of all context-parallel ranks
+        gate = 2 * model.value_width if model.gated else 0  # its projection, and the output before it
+        return out + gate + normed + model.query_width + 2 * kv * s.context  # keys and values of all context-parallel ranks
     compressed = 2 * ((a.q_rank or 0) + a.kv_rank + a.rope_dim) * s.tensor  # on each rank whole
     raised = 0 if "mla_up_proj" in modules else 2 * model.query_width + model.value_width + model.heads * (a.nope_dim + a.v_dim)
     return out + compressed + raised
+
+
+def _delta_numbers(d: Delta) -> float:
+    """Of a gated delta net computed in chunks (arXiv:2412.06464, section 3.3): the projections, what the convolution takes and gives,
+    keys and queries for each head of values, the output before and after its gated norm, and one state a chunk.
+    """
+    value = d.values * d.value_dim
+    repeated = 2 * d.values * d.key_dim
+    return (d.mixed + value + 4 * d.values) + 2 * d.mixed + repeated + 3 * value + d.values * d.key_dim * d.value_dim / DELTA_CHUNK
 
 
 def _kept(s: Settings, stage: int) -> tuple[float, float]:

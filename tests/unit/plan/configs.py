@@ -40,6 +40,11 @@ _V3_EXPERTS = {
 }
 _V3_LATENT = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 _30B = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+_DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 32}
+_DELTA["linear_conv_kernel_dim"] = 4
+_NEXT_DELTA = {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
+_NEXT = _NEXT_DELTA | {"linear_conv_kernel_dim": 4, "num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512}
+_SHARED = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48}
 _MIXED = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
 
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -49,6 +54,9 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama3-8b": ("Llama", _shape(128256, 4096, 14336, 32, 32, 8, 128, False)),
     "qwen3-30b-a3b": ("Qwen3Moe", _shape(151936, 2048, 6144, 48, 32, 4, 128, False, **_30B)),
     "qwen3-moe-mixed": ("Qwen3Moe", _shape(1000, 64, 96, 6, 4, 2, 32, True, **_MIXED)),
+    "qwen3-next-80b": ("Qwen3Next", _shape(151936, 2048, 5120, 48, 16, 2, 256, False, shared_expert_intermediate_size=512, **_NEXT)),
+    "qwen3.5-small": ("Qwen3_5", _shape(1000, 64, 96, 6, 4, 2, 32, True, **_DELTA)),
+    "qwen3.5-moe-small": ("Qwen3_5Moe", _shape(1000, 64, 96, 4, 4, 2, 32, False, **_DELTA, **_SHARED)),
     "deepseek-v3": ("DeepseekV3", _shape(129280, 7168, 18432, 61, 128, 128, 56, False, **_V3_EXPERTS, **_V3_LATENT)),
     "deepseek-lite": ("DeepseekV3", _shape(1000, 64, 96, 3, 4, 4, 16, False, n_group=2, topk_group=1, **_EXPERTS, **_LATENT)),
 }  # fmt: skip

@@ -84,6 +84,15 @@ def test_the_kv_cache_is_what_the_weights_leave(tmp_path: Path) -> None:
     assert replace(settings(tmp_path, "deepseek-lite"), engine_gpus=4).cache_bytes_per_token == 3 * (16 + 8) * 2, "not split"
 
 
+def test_delta_nets_keep_a_state_a_sequence_and_no_cache(tmp_path: Path) -> None:
+    s = settings(tmp_path, "qwen3-next-80b", debug_rollout_only=True, rollout_num_gpus=4, rollout_num_gpus_per_engine=4)
+    assert s.cache_bytes_per_token == 12 * 2 * 2 * 256 * 2 / 2, "every fourth layer; 2 groups over 4 GPUs"
+    assert s.state_bytes_per_sequence == 36 * (32 * 128 * 128 + 3 * 8192) * 4 / 4
+    cache = engine.cache(s)
+    assert cache.longest_sequences == int(cache.num_bytes / (8192 * s.cache_bytes_per_token + s.state_bytes_per_sequence))
+    assert refusals(s) == []
+
+
 def test_what_fits_is_not_refused(tmp_path: Path) -> None:
     plan = make_plan(settings(tmp_path, "qwen3-0.6b"))
     assert plan.refusals == []

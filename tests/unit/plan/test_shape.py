@@ -10,19 +10,33 @@ import torch
 import transformers
 
 from tests.unit.plan.configs import CONFIGS, config_json
+from vime.backends.megatron_utils.convert.registry import FAMILIES
 from vime.errors import CheckpointError
-from vime.plan.shape import model_size, read_model
+from vime.plan.shape import KNOWN, model_size, read_model
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_parameters_are_those_of_transformers(name: str) -> None:
     family, values = CONFIGS[name]
-    config = getattr(transformers, f"{family}Config")(**values)
+    config = getattr(transformers, f"{family}TextConfig" if family.startswith("Qwen3_5") else f"{family}Config")(**values)
     with torch.device("meta"):
         model = getattr(transformers, f"{family}ForCausalLM")(config)
     expected = sum(parameter.numel() for parameter in model.parameters())
     assert model_size(config_json(name)).parameters == expected
     assert model_size({**config.to_dict(), "architectures": [f"{family}ForCausalLM"]}).parameters == expected, "as transformers writes it"
+
+
+def test_of_a_model_that_sees_images_the_text_part_is_counted() -> None:
+    text = config_json("qwen3.5-small")
+    whole = {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": text, "tie_word_embeddings": False, "vision_config": {}}
+    size = model_size(whole)
+    assert size.parameters == model_size({**text, "tie_word_embeddings": False}).parameters
+    del whole["tie_word_embeddings"]
+    assert model_size(whole).parameters == model_size(text).parameters
+
+
+def test_every_family_that_the_trainer_knows_can_be_planned() -> None:
+    assert set(FAMILIES) <= set(KNOWN), "say in vime/plan/shape.py what config.json does not say of it"
 
 
 def test_a_plain_config_json_is_enough(tmp_path: Path) -> None:
