@@ -49,6 +49,7 @@ class _Grouper:
         self._out: list[Command] = []
         self._command = Command()
         self._after: str = "\n"  # the operator before this command
+        self._pattern = False  # what comes up to the next ")" is a pattern of a case
         self._function = False  # a function's name was read, its body follows
         self._guard: Block | None = None  # the chain a && b, of which a decides whether b runs
 
@@ -57,7 +58,9 @@ class _Grouper:
         while self._at < len(self._tokens):
             token = self._tokens[self._at]
             self._at += 1
-            if isinstance(token, Op):
+            if self._pattern and not (isinstance(token, Word) and token.bare == "esac"):
+                self._pattern = not (isinstance(token, Op) and token.text == ")")
+            elif isinstance(token, Op):
                 self._operator(token)
             elif not self._command.words and isinstance(token, Word) and self._keyword(token):
                 continue
@@ -79,10 +82,9 @@ class _Grouper:
             self._command = Command()
             self._at += 1
             self._function = True
-        elif op.text == ")" and self._open and self._open[-1][1].kind == "case":
-            self._command = Command()  # a pattern
         else:
             self._finish(op.text, op.line)
+            self._pattern = op.text in (";;", ";&", ";;&")
             if op.text == ")" and self._open and self._open[-1][0] == ")":
                 self._pop(op.line)
 
@@ -120,12 +122,14 @@ class _Grouper:
             if isinstance(token, Op) and token.text in ("\n", ";"):
                 return
             if kind == "case" and isinstance(token, Word) and token.bare == "in":
+                self._pattern = True
                 return
 
     def _push(self, kind: str, closing: str, line: int) -> None:
         self._open.append((closing, Block(kind if kind != "{" else "group", line, head=kind in ("if", "while", "until"))))
 
     def _pop(self, line: int) -> None:
+        self._pattern = False
         self._open.pop()[1].end = line
 
     def _finish(self, operator: str, line: int) -> None:

@@ -199,7 +199,8 @@ class _Lexer:
                 continue
             word = self._word()
             if not isinstance(word, Word) or not word.parts:
-                raise ConfigError(f"{self._name} line {self._line}: '{self._source[self._at]}' inside the array '{head}(' of line {line}.")
+                found = self._source[self._at : self._at + 1] or "the end"
+                raise ConfigError(f"{self._name} line {self._line}: '{found}' inside the array '{head}(' of line {line}.")
             words.append(word)
 
     def _part(self, *, quoted: bool) -> list[Part]:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import re
+import shlex
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from vime.errors import ConfigError
 from vime.migrate.lexer import Array, Expansion, Op, Substitution, Text, Word, tokens_of
@@ -89,3 +94,21 @@ def test_what_is_never_closed_is_named_with_its_line(source: str, what: str) -> 
         tokens_of(source, "run.sh")
     assert str(error.value).startswith("run.sh line")
     assert what in str(error.value)
+
+
+@given(st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\0")), max_size=5))
+def test_quoted_words_come_back_whatever_they_hold(texts: list[str]) -> None:
+    assert words(shlex.join(texts)) == texts
+    (array,) = tokens_of(f"A=({shlex.join(texts)})", "s")
+    assert isinstance(array, Array)
+    assert [word.literal for word in array.words] == texts
+
+
+@given(st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=60))
+def test_any_text_is_read_or_refused_with_a_line(text: str) -> None:
+    message = "run.sh line 1: nothing"
+    try:
+        tokens_of(text, "run.sh")
+    except ConfigError as error:
+        message = str(error)
+    assert re.match(r"run\.sh line \d+: ", message)
