@@ -37,7 +37,9 @@ _vime() {{
     case "$prev" in
 {values}
     esac
-    if [[ $cur == -* ]]; then COMPREPLY=($(compgen -W "{flags}" -- "$cur")); fi
+    local more=""
+    if [[ ${{COMP_WORDS[1]}} == plan ]]; then more="{plan} "; fi
+    if [[ $cur == -* ]]; then COMPREPLY=($(compgen -W "$more{flags}" -- "$cur")); fi
 }}
 complete -o default -F _vime vime
 """
@@ -57,7 +59,9 @@ _vime() {{
     case $words[CURRENT-1] in
 {values}
     esac
-    if [[ $words[CURRENT] == -* ]]; then compadd -- {flags}; else _files; fi
+    if [[ $words[CURRENT] != -* ]]; then _files; return; fi
+    if [[ $words[2] == plan ]]; then compadd -- {plan}; fi
+    compadd -- {flags}
 }}
 compdef _vime vime
 """
@@ -75,6 +79,7 @@ def main(argv: Sequence[str]) -> int:
 def script(shell: str) -> str:
     """The completion script for "bash" or "zsh"."""
     from vime.cli.main import COMMANDS  # the table names this module
+    from vime.cli.plan import OPTIONS
 
     flags, values = _flags()
     template, line = (_BASH, _BASH_VALUE) if shell == "bash" else (_ZSH, _ZSH_VALUE)
@@ -85,6 +90,7 @@ def script(shell: str) -> str:
         training="|".join(_TRAINING),
         values="\n".join(line.format(flag=flag, words=" ".join(shlex.quote(word) for word in words)) for flag, words in values.items()),
         flags=" ".join(flags),
+        plan=" ".join([*OPTIONS, "--json"]),
         topics=" ".join(topics()),
     )
 

@@ -21,6 +21,7 @@ from vime.config.suggest import with_prefix
 __all__ = ["shown"]
 
 _PLAIN = re.compile(r"[A-Za-z0-9_./][A-Za-z0-9_./+-]*|-?\d[\d.eE+-]*")
+_UNSEEN = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")  # what YAML does not take as it is
 _WORDS = frozenset("true false yes no on off y n null none ~".split())  # YAML 1.1 takes some of these for more than text
 
 
@@ -73,7 +74,9 @@ def _own_value(spec: FlagSpec, value: Any) -> str:
 
 def _text(text: str) -> str:
     """A scalar that reads back as the same text."""
-    return text if _PLAIN.fullmatch(text) and text.lower() not in _WORDS else json.dumps(text, ensure_ascii=False)
+    if _PLAIN.fullmatch(text) and text.lower() not in _WORDS:
+        return text
+    return _UNSEEN.sub(lambda match: f"\\u{ord(match.group()):04x}", json.dumps(text, ensure_ascii=False))
 
 
 def _owner_rows(config: RunConfig, owner: str) -> Iterator[str]:

@@ -59,6 +59,9 @@ def completed(script: Path, *words: str) -> list[str]:
         (["vime", "train", "--print"], ["--print-config"]),
         (["vime", "train", "--vllm-port"], []),
         (["vime", "train", "--prompt-data", ""], []),  # bash goes on with files
+        (["vime", "plan", "--mean-prom"], ["--mean-prompt-len"]),
+        (["vime", "plan", "--rollout-batch-s"], ["--rollout-batch-size"]),
+        (["vime", "train", "--mean-prom"], []),
         (["vime", "version", "--"], []),
     ],
 )

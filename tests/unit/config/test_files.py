@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given as given_values
+from hypothesis import settings
+from hypothesis import strategies as st
 
 from vime.config import SECTIONS, RunConfig
 from vime.config.files import layered, read_file
@@ -196,6 +201,26 @@ def test_a_printed_configuration_reads_back_as_itself(tmp_path: Path) -> None:
     assert read.megatron_tokens == config.megatron_tokens
     assert read.router_tokens == config.router_tokens
     assert read.vllm_tokens == config.vllm_tokens
+
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
+REQUIRED = [("--rollout-batch-size", ["4"])]
+
+
+@settings(max_examples=100, deadline=None)
+@given_values(words=st.lists(TEXT, min_size=1), name=TEXT, data=st.dictionaries(TEXT, TEXT | st.floats(allow_nan=False) | st.booleans()))
+def test_any_text_reads_back_as_it_was(words: list[str], name: str, data: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> None:
+    own = parse_own([*REQUIRED, ("--rollout-stop", words), ("--wandb-group", [name]), ("--apply-chat-template-kwargs", [json.dumps(data)])])
+    assert own.problems == []
+    sources = dict.fromkeys(own.given, "command line")
+    config = RunConfig(**own.sections, given=own.given, sources=sources, vllm_tokens=("--quantization=" + name,))
+    file = tmp_path_factory.mktemp("any") / "printed.yaml"
+    file.write_text(shown(config), encoding="utf-8")
+    read, problems = read_file(str(file), OWN)
+    assert problems == []
+    again = parse_own(by_owner(read, OWN).own)
+    assert again.sections == own.sections
+    assert by_owner(read, OWN).vllm in (["--quantization", name], ["--quantization=" + name])
 
 
 def test_a_printed_configuration_says_each_source() -> None:
