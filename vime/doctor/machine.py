@@ -15,7 +15,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,17 +40,26 @@ GPU_DEADLINE = 30.0
 
 
 def check_machine() -> Iterator[Finding]:
-    """Everything but the GPUs."""
-    yield check_system()
-    yield check_compiler()
-    yield check_cores()
-    yield check_memory()
-    yield from check_disk((Path.cwd(), Path(tempfile.gettempdir())))
-    yield check_shared_memory()
-    yield check_files()
-    yield check_ports()
-    yield check_clock()
-    yield check_ray_address()
+    """Everything but the GPUs. A check that this machine is too strange for is a finding, too, and hides no other one."""
+    checks: dict[str, Callable[[], Finding | Iterator[Finding]]] = {
+        "system": check_system,
+        "C compiler": check_compiler,
+        "cores": check_cores,
+        "memory": check_memory,
+        "disk": check_disk,
+        "shared memory": check_shared_memory,
+        "file limit": check_files,
+        "ports": check_ports,
+        "clock": check_clock,
+        "Ray cluster": check_ray_address,
+    }
+    for name, check in checks.items():
+        try:
+            found = check()
+            yield from [found] if isinstance(found, Finding) else list(found)
+        except Exception as error:  # noqa: BLE001 - whatever a strange machine raises is the finding
+            told = f"could not be looked at: {type(error).__name__}: {error}"
+            yield warning(PART, name, told, expected="an ordinary Linux system", cure="mend what the error names")
 
 
 def check_system(system: str | None = None, machine: str | None = None, libc: tuple[str, str] | None = None) -> Finding:
@@ -108,10 +117,10 @@ def available_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cg
     return free
 
 
-def check_disk(folders: tuple[Path, ...], free: Mapping[Path, int] | None = None) -> Iterator[Finding]:
+def check_disk(folders: tuple[Path, ...] = (), free: Mapping[Path, int] | None = None) -> Iterator[Finding]:
     """Free space where runs and temporary files go; folders on one file system are one finding."""
     seen = set()
-    for folder in folders:
+    for folder in folders or (Path.cwd(), Path(tempfile.gettempdir())):
         if free is None and (device := folder.stat().st_dev) in seen:
             continue
         if free is None:

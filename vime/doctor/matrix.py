@@ -100,6 +100,7 @@ MATRIX = (
     _package("aiohttp", "3.10", "4", "3.14.5", "generation requests"),
     _package("psutil", "6", "8", "7.2.2", "watches processes; without it Megatron's asynchronous checkpoints hang"),
     _package("xxhash", "3.5", "5", "4.1.0", "digests of the weights that engines received"),
+    _package("pyarrow", "18", "27", "26.0.1", "prompts in Parquet files and saved datasets", needed=False),
     _package("math-verify", "0.8", "0.10", "0.9.0", "mathematical rewards (--rm-type math and its kin)", needed=False),
     _package("reasoning-gym", "0.1.20", "0.2", "0.1.25", "the quickstart's task", needed=False),
     _package("tensorboard", "2.18", "3", "2.21.0", "--use-tensorboard", needed=False),

@@ -98,7 +98,7 @@ def _installed(package: Package) -> dict[str, str]:
     found = {}
     for name in package.distributions:
         try:
-            found[name] = importlib.metadata.version(name)
+            found[name] = importlib.metadata.metadata(name).get("Version") or "without a version"
         except importlib.metadata.PackageNotFoundError:
             continue
     return found

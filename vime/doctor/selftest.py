@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -61,7 +60,7 @@ _QUIET = {
 class SelfTest:
     """Runs parts as processes, and checks beside them; `close` ends what still runs."""
 
-    folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="vime-doctor-")))
+    folder: Path  # of logs and results
     module: str = "vime.doctor.parts"
     _processes: set[subprocess.Popen[str]] = field(default_factory=set)
     _lock: threading.Lock = field(default_factory=threading.Lock)

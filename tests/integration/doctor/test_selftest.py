@@ -38,7 +38,7 @@ step("second")
 def test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SelfTest:
     (tmp_path / "made_up_parts.py").write_text(PARTS)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    return SelfTest(folder=tmp_path, module="made_up_parts")
+    return SelfTest(tmp_path, module="made_up_parts")
 
 
 def planned(part: str, seconds: float = 60.0, needs: str = "") -> Planned:

@@ -32,6 +32,18 @@ def test_every_check_of_this_machine_says_something() -> None:
         assert (finding.state is State.OK) == (finding.cure == "")
 
 
+def test_a_check_that_fails_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_folder() -> str:
+        raise FileNotFoundError("no usable temporary directory")
+
+    names = {finding.name for finding in machine.check_machine()}
+    monkeypatch.setattr(machine.tempfile, "gettempdir", no_folder)
+    findings = {finding.name: finding for finding in machine.check_machine()}
+    assert set(findings) == names
+    assert findings["disk"].state is State.WARNING
+    assert "no usable temporary directory" in findings["disk"].found
+
+
 @pytest.mark.parametrize(
     ("total", "free", "state", "cure"),
     [

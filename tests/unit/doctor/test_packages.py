@@ -86,6 +86,13 @@ def test_a_version_outside_the_range_is_wrong_although_it_imports(site: Path, ve
     assert (finding.state, finding.found, finding.expected) == (State.WRONG, version, ">=1.0,<2; tested: 1.5")
 
 
+def test_a_torn_installation_without_a_version_is_wrong(site: Path) -> None:
+    install(site, "faketorn", "1.5")
+    (site / "faketorn-1.5.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: faketorn\n")
+    finding, _ = check_package(package_of("faketorn"))
+    assert (finding.state, finding.found) == (State.WRONG, "without a version")
+
+
 def test_a_package_that_is_missing() -> None:
     finding, _ = check_package(package_of("no-such-package"))
     assert (finding.state, finding.found) == (State.WRONG, "not installed")
