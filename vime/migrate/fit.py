@@ -12,13 +12,14 @@ from typing import Any
 from vime.config import RunConfig
 from vime.config.availability import not_available
 from vime.config.parse import OwnValues, flag_table, parse_own
+from vime.config.renamed import CHANGED
 from vime.config.rules import check_rules
 from vime.config.sources import flags_in
 from vime.errors import ConfigError
 from vime.migrate.flags import Flag, Translation
 from vime.migrate.megatron import MegatronFlags
 from vime.migrate.notes import Note
-from vime.migrate.tables import DEFAULTS
+from vime.migrate.tables import DEFAULTS, DIFFERS
 from vime.migrate.values import literal
 
 __all__ = ["fit"]
@@ -61,6 +62,9 @@ class _Fitter:
             self._out.notes.append(Note(kind="could not", place="", what="these flags together", why=problem))
         for sentence in pending:
             self._mark(sentence)
+        for flag in self._out.flags:
+            if flag.name in DIFFERS:
+                self._out.notes.append(Note(kind="differs", place=flag.place, what=flag.name, why=CHANGED[flag.name]))
 
     def _has(self, *names: str) -> bool:
         return any(flag.name in names for flag in self._out.flags)

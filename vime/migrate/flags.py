@@ -276,7 +276,7 @@ class _Translator:
     def _load(self, flag: Flag) -> None:
         """slime starts from --load when it holds a checkpoint; a run here resumes from --save by itself."""
         if self._same_folder(flag, "--save"):
-            self._note("dropped", flag, "the same command resumes from the last commit in --save by itself.")
+            self._note("dropped", flag, "a run resumes from its last commit in --save by itself; slime's checkpoints there are not read.")
         elif self._same_folder(flag, "--hf-checkpoint"):
             self._note("dropped", flag, "a run starts from the weights in --hf-checkpoint.")
         elif self._is_converted(flag):

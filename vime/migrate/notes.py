@@ -9,6 +9,7 @@ __all__ = ["KINDS", "Note"]
 KINDS = {  # kind -> the report's heading, in its order
     "changed": "Changed",
     "added": "Added",
+    "differs": "Same name, other meaning",
     "not yet": "Not available yet",
     "could not": "Could not",
     "dropped": "Dropped",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["BY_HAND", "DEFAULTS", "DROPPED_VARIABLES", "EXPANDED", "FUNCTIONS", "RENAMED_WHY", "SAY", "SGLANG_DROPPED", "VALUES"]
+__all__ = ["BY_HAND", "DEFAULTS", "DIFFERS", "DROPPED_VARIABLES", "EXPANDED", "FUNCTIONS", "RENAMED_WHY", "SAY", "SGLANG_DROPPED", "VALUES"]
 
 _SCHEDULER = "it tunes SGLang's scheduler; vLLM's has no such knob."
 SGLANG_DROPPED: dict[str, str] = {
@@ -77,6 +77,16 @@ BY_HAND: frozenset[str] = frozenset(  # of those that are gone: what they did mu
 DEFAULTS: dict[str, str] = {  # flag -> slime's and Vime's default, where ours is another one and it matters
     "--actor-num-gpus-per-node": "8",
 }
+
+DIFFERS: tuple[str, ...] = (  # of vime.config.renamed.CHANGED: those that mean something else where they are given
+    "--eval-interval",
+    "--eval-max-context-len",
+    "--hf-checkpoint",
+    "--recompute-loss-function",
+    "--ref-load",
+    "--rollout-max-context-len",
+    "--save-interval",
+)
 
 FUNCTIONS: dict[str, str] = {  # their functions whose counterpart has another name
     "slime.rollout.sglang_rollout.generate_rollout": "vime.rollout.vllm_rollout.generate_rollout",

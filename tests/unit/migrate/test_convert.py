@@ -9,12 +9,13 @@ import pytest
 
 from tests.rules.source import ROOT
 from vime.config.parse import flag_table
-from vime.config.renamed import GONE, RENAMED
+from vime.config.renamed import CHANGED, GONE, RENAMED
 from vime.migrate.convert import convert
 from vime.migrate.expand import Item
 from vime.migrate.flags import translate
 from vime.migrate.megatron import MegatronFlags
 from vime.migrate.notes import KINDS, Note
+from vime.migrate.tables import DIFFERS
 from vime.migrate.values import literal
 from vime.migrate.write import Command
 
@@ -97,7 +98,7 @@ def test_what_is_the_same_here_is_kept_as_it_is(tmp_path: Path, megatron: Megatr
         ("--num-layers 4", "--num-layers 4", "config.json"),
         ("--moe-layer-freq [0,1]", "--moe-layer-freq [0,1]", "config.json"),
         ("--log-interval 1", "--log-interval 1", "no effect"),
-        ("--save /s --load /s/", "--load /s/", "resumes from the last commit in --save"),
+        ("--save /s --load /s/", "--load /s/", "resumes from its last commit in --save"),
         ("--load /m", "--load /m", "weights in --hf-checkpoint"),
         ("--load /m_torch_dist", "--load /m_torch_dist", "Hugging Face folders"),
         ("--ref-load /m_torch_dist", "--ref-load /m_torch_dist", "without --use-kl-loss"),
@@ -159,6 +160,12 @@ def test_what_is_not_available_yet_stays_in_the_command_and_is_marked(tmp_path: 
     pending = {flag.shown for flag in command.flags if flag.pending}
     assert pending == set(reasons(notes, "not yet"))
     assert pending <= {flag.shown for flag in command.flags}
+
+
+def test_what_means_something_else_under_its_old_name_is_told(tmp_path: Path, megatron: MegatronFlags) -> None:
+    _, notes = migrate(tmp_path, "--rollout-max-context-len 100 --save /s --save-interval 2", megatron)
+    assert set(reasons(notes, "differs")) == {"--hf-checkpoint", "--rollout-max-context-len", "--save-interval"}
+    assert set(DIFFERS) <= set(CHANGED)
 
 
 @pytest.mark.parametrize(("flags", "expected"), [("", "8"), ("--actor-num-gpus-per-node 2", "2")])
