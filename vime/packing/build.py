@@ -216,6 +216,7 @@ def _filler(like: TrainSample) -> TrainSample:
         rollout_id=FILLER_ID,
         rollout_mask_sum=0.0,
         rollout_log_probs=None if like.rollout_log_probs is None else nothing,
+        weight_versions=None if like.weight_versions is None else nothing - 1,
         teacher_log_probs=None if like.teacher_log_probs is None else nothing,
         kept_ids=None,
         kept_offsets=None,

@@ -68,6 +68,7 @@ def to_train_samples(
             teacher_log_probs=teacher_log_probs[i],
             kept_ids=kept_tokens[i][0],
             kept_offsets=kept_tokens[i][1],
+            weight_versions=_weight_versions(sample),
             truncated=sample.status is Sample.Status.TRUNCATED,
             metadata=sample.train_metadata,
         )
@@ -171,6 +172,13 @@ def _kept(sample: Sample, mask: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np
             f"{_name(sample)}: response token {at} is {tokens[at]}, which is not among the {counts[at]} tokens it was drawn from."
         )
     return ids, offsets
+
+
+def _weight_versions(sample: Sample) -> npt.NDArray[np.float32]:
+    """[R]; -1 where the sample names no version, or one that is no number."""
+    if len(sample.weight_versions) != sample.response_length:
+        return np.full(sample.response_length, -1, dtype=np.float32)
+    return np.array([int(v) if v.isdecimal() else -1 for v in sample.weight_versions], dtype=np.float32)
 
 
 def _reward(sample: Sample, reward: RewardConfig, args: Any, *, needed: bool) -> float:

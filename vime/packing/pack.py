@@ -24,7 +24,9 @@ from vime.types import StepPlan, TrainSample
 __all__ = ["AGGREGATIONS", "KeptTokens", "PackedBatch", "aggregation_of", "pack"]
 
 AGGREGATIONS = ("rollout", "sequence", "token", "constant")
-TOKEN_VALUES = ("advantages", "returns", "values", "old_log_probs", "rollout_log_probs", "ref_log_probs", "teacher_log_probs")
+TOKEN_VALUES = (
+    "advantages", "returns", "values", "old_log_probs", "rollout_log_probs", "ref_log_probs", "teacher_log_probs", "weight_versions",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,8 +74,10 @@ class PackedBatch:
     old_log_probs: torch.Tensor | None = None  # [T] f32
     rollout_log_probs: torch.Tensor | None = None  # [T] f32
     ref_log_probs: torch.Tensor | None = None  # [T] f32
+    mean_importance: float = 1.0  # of the step's importance weights, which the loss divides by
     kept: KeptTokens | None = None  # what the label of each of the T positions was sampled from
     teacher_log_probs: torch.Tensor | None = None  # [T] f32
+    weight_versions: torch.Tensor | None = None  # [T] f32, a whole number; -1 where none is known
 
     @property
     def num_tokens(self) -> int:
@@ -227,7 +231,7 @@ def pack(
         [token_weight(s, plan, aggregation=aggregation, constant_length=constant_length) for s in samples] + [0.0], dtype=torch.float32
     )
     packed = replace(packed, loss_mask=mask, loss_weight=mask * weights[sequence_ids])
-    known = {name: values for name in ("rollout_log_probs", "teacher_log_probs") if (values := _of_all(samples, name))}
+    known = {name: values for name in ("rollout_log_probs", "teacher_log_probs", "weight_versions") if (values := _of_all(samples, name))}
     packed = packed.with_token_values(**known) if known else packed
     return replace(packed, kept=_kept(samples, packed)) if any(s.kept_offsets is not None for s in samples) else packed
 
@@ -260,7 +264,7 @@ def _check(sample: TrainSample) -> None:
             f"sample {sample.sample_id}: response_length {response} with {sample.length} tokens; "
             "expected at least one token before the response, since a token is predicted from what precedes it."
         )
-    for name in ("loss_mask", "rollout_log_probs", "teacher_log_probs"):
+    for name in ("loss_mask", "rollout_log_probs", "teacher_log_probs", "weight_versions"):
         value = getattr(sample, name)
         if value is not None and len(value) != response:
             raise DataError(f"sample {sample.sample_id}: {name} has {len(value)} values for {response} response tokens.")

@@ -84,6 +84,7 @@ class MegatronTrainRayActor(WatchedActor):
 
         trainer = self.trainer
         expected = trainer.log_probs(probe)
+        trainer.sent_as(version)
         buckets = trainer.hf_weights(self._config.weight_update.update_weight_buffer_size)
         if self._rank != 0:
             for _ in buckets:

@@ -46,6 +46,7 @@ def cases_of(models: dict[str, str], folder: Path) -> list[dict[str, Any]]:
             "use_opsm": True,
             "normalize_advantages": name in WHITENED,
         }
+        algorithm |= {"tis_batch_normalize": name == "rloo"}
         algorithm |= {"gamma": 0.95, "lambd": 0.9} if name == "ppo" else {}
         algorithm |= (
             {"kl_coef": 0.2, "kl_loss_type": "k1"} if name in TOKEN_KL else {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k3"}
@@ -61,6 +62,7 @@ def cases_of(models: dict[str, str], folder: Path) -> list[dict[str, Any]]:
         {"name": "moved", "kind": "train", "model": both | {"ref_update_interval": 2}, "algorithm": moving, "first": 4, "count": 1,
          "load": str(folder / "moving")},
         {"name": "still", "kind": "train", "model": both, "algorithm": moving, "count": 4},
+        {"name": "stale", "kind": "train", "model": model | {"keep_old_actor": True}, "count": 2},
         {"name": "critic_first", "kind": "train", "model": model, "algorithm": {"advantage_estimator": "ppo"}, "values": True,
          "critic": {"num_critic_only_steps": 1}},
         {"name": "critic", **learn, "count": 30},

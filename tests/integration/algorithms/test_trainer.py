@@ -72,15 +72,18 @@ def advantages_of(name, samples, log_probs):
 def test_the_first_steps_metrics_equal_loops_over_tokens(results, log_probs, name):
     samples = batch_of(0).samples
     advantages, _ = advantages_of(name, samples, log_probs)
-    pg, tis, masked, kl = [], [], [], []
-    for sample, a in zip(samples, advantages, strict=True):
-        at, policy, reference = trained(sample), log_probs("policy", sample), log_probs("reference", sample)
-        drift = sum(-1.0 - policy[t] for t in at) / max(len(at), 1)  # the engine said -1 everywhere
-        weights = [min(math.exp(policy[t] + 1.0), 2.0) for t in at]
+    policies, references = ([log_probs(role, sample) for sample in samples] for role in ("policy", "reference"))
+    tis = [[min(math.exp(p[t] + 1.0), 2.0) for t in trained(s)] for p, s in zip(policies, samples, strict=True)]  # the engine said -1
+    if name == "rloo":  # --tis-batch-normalize
+        flat = [w for row in tis for w in row]
+        tis = [[w * len(flat) / sum(flat) for w in row] for row in tis]
+    pg, masked, kl = [], [], []
+    for sample, a, policy, reference, weights in zip(samples, advantages, policies, references, tis, strict=True):
+        at = trained(sample)
+        drift = sum(-1.0 - policy[t] for t in at) / max(len(at), 1)
         silent = [x < 0 and drift > 1e-4 for x in a]
         surrogate = [-x * (policy[t] if name == "cispo" else 1.0) for x, t in zip(a, at, strict=True)]  # every ratio is 1
         pg.append([s * w * (not m) for s, w, m in zip(surrogate, weights, silent, strict=True)])
-        tis.append(weights)
         masked.append([float(m) for m in silent])
         kl.append([math.exp(reference[t] - policy[t]) - 1 + policy[t] - reference[t] for t in at])
     (metrics,) = results(name)["metrics"]
@@ -120,6 +123,17 @@ def test_the_reference_follows_the_policy_and_is_saved_with_it(results):
     assert moving[2] == pytest.approx(0.0, abs=1e-10)  # after two steps the reference became the policy
     assert still[2] > 1e-3
     assert results("moved")["metrics"][0]["train/kl_loss"] == pytest.approx(0.0, abs=1e-10)
+
+
+def test_the_old_policy_of_stale_data_is_the_one_that_generated_it(results, log_probs):
+    """Both steps' data is of version 0, and the second step starts from weights that were trained since."""
+    first, second = results("stale")["metrics"]
+    for number, metrics in ((0, first), (1, second)):
+        samples = batch_of(number).samples
+        distance = [[abs(log_probs("policy", sample)[t] + 1.0) for t in trained(sample)] for sample in samples]
+        assert metrics["train/train_rollout_logprob_abs_diff"] == pytest.approx(mean(samples, distance), abs=1e-5)
+    assert abs(first["train/ppo_kl"]) < 1e-7
+    assert abs(second["train/ppo_kl"]) > 1e-4
 
 
 def test_the_policy_comes_back_from_the_other_roles_bit_for_bit(results, models):

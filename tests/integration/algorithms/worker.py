@@ -43,6 +43,7 @@ def batch_of(number: int, rank: int = 0, size: int = 1) -> TrainBatch:
     samples = make_samples(seed=number)
     nothing = np.zeros_like(samples[5].loss_mask)
     samples[5] = replace(samples[5], loss_mask=nothing, rollout_mask_sum=0.0)
+    samples = [replace(sample, weight_versions=np.zeros(sample.response_length, np.float32)) for sample in samples]
     return make_batch(samples, rank=rank, size=size, micro=2, steps=1, rollout_id=number)
 
 
@@ -68,6 +69,7 @@ def train(case: dict[str, Any], where: dict[str, Any]) -> dict[str, Any]:
     try:
         if case.get("load"):
             trainer.load(case["load"])
+        trainer.sent_as(0)
         for number in range(case.get("first", 0), case.get("first", 0) + case.get("count", 1)):
             batch = batch_of(number, trainer.data_parallel_rank, size)
             values = packed_random(trainer, batch) if case.get("values") else None

@@ -34,6 +34,7 @@ def valid(tmp_path):
         ({}, {"tis_clip": 3.0}, "--tis-clip", "--use-tis"),
         ({"use_tis": True}, {"tis_clip_low": 0.5}, "--tis-clip-low", "--tis-mode clip"),
         ({}, {"tis_level": "sequence"}, "--tis-level", "--use-tis"),
+        ({}, {"tis_batch_normalize": True}, "--tis-batch-normalize", "--use-tis"),
         ({"use_tis": True, "custom_tis_function_path": "a.b"}, {"tis_mode": "mask"}, "--tis-mode", "--custom-tis-function-path"),
         ({}, {"custom_tis_function_path": "a.b"}, "--custom-tis-function-path", "--use-tis"),
         ({}, {"rs_upper_bound": 3.0}, "--rs-upper-bound", "--use-rs"),

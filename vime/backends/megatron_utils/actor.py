@@ -29,9 +29,10 @@ from vime.backends.megatron_utils.experts import RoutingTape, routing_metrics
 from vime.backends.megatron_utils.frozen import freeze, trained_names
 from vime.backends.megatron_utils.layout import Layout
 from vime.backends.megatron_utils.loss import LossHooks, loss_from_logits, packed_log_probs
+from vime.backends.megatron_utils.loss_policy import with_mean_importance
 from vime.backends.megatron_utils.model import build_model, transformer_config
 from vime.backends.megatron_utils.optimizer import build_optimizer, build_schedule, wrap_data_parallel
-from vime.backends.megatron_utils.roles import HeldWeights
+from vime.backends.megatron_utils.roles import HeldWeights, SentVersions
 from vime.backends.megatron_utils.step import ReadFunction, forward_backward, forward_each, from_last_stage, sum_metrics
 from vime.config.run import RunConfig
 from vime.config.sections import AlgorithmConfig
@@ -52,13 +53,14 @@ REFERENCE_FOLDER = "ref"  # in the trainer's part of a commit, with --ref-update
 def needs_old_log_probs(algorithm: AlgorithmConfig, *, num_steps: int) -> bool:
     """Whether the log-probs under the weights that generated must be computed before the first optimizer step.
 
-    Advantages start from them with --kl-coef and --use-opd; --use-routing-replay records routing in that pass. The loss compares
-    with them from the second optimizer step on; in the first they are its own.
+    Advantages start from them with --kl-coef and --use-opd; --use-routing-replay records routing in that pass and --tis-batch-normalize
+    looks at all of them beforehand. The loss compares with them from the second optimizer step on; in the first they are its own.
     """
     if algorithm.loss_type == "sft_loss":
         return False
-    starts = algorithm.kl_coef != 0 or algorithm.use_opd or algorithm.custom_advantage_function_path is not None
-    return starts or algorithm.use_routing_replay or (num_steps > 1 and not algorithm.use_rollout_logprobs)
+    before = algorithm.kl_coef != 0 or algorithm.use_opd or (algorithm.use_tis and algorithm.tis_batch_normalize)
+    before = before or algorithm.custom_advantage_function_path is not None or algorithm.use_routing_replay
+    return before or (num_steps > 1 and not algorithm.use_rollout_logprobs)
 
 
 def _hook(path: str | None, kind: str) -> Any:
@@ -151,12 +153,14 @@ class MegatronTrainer:
                 with self._timed(seconds, f"{role}_log_probs"), self._as_role(role):
                     plans = self._with_log_probs(plans, f"{role}_log_probs")
         algorithm = self._config.algorithm
-        old_needed = needs_old_log_probs(algorithm, num_steps=len(plans))
+        old_needed = needs_old_log_probs(algorithm, num_steps=len(plans)) or self._config.model.keep_old_actor
         if old_needed:
             with self._timed(seconds, "log_probs"), self._recorded():
-                plans = self._with_log_probs(plans, "old_log_probs")
+                plans = self._with_old_log_probs(plans)
         if parallel_state.is_pipeline_last_stage(ignore_virtual=True):  # where the log-probs are, and the loss
             plans = self._with_advantages(batch, plans)
+            if algorithm.use_tis and algorithm.tis_batch_normalize:
+                plans = [with_mean_importance(step, algorithm, self._over_data_parallel) for step in plans]
         if values is not None:
             self.returns = [[packed.returns for packed in step if packed.returns is not None] for step in plans]
             if batch.rollout_id < self._config.critic.num_critic_only_steps:
@@ -192,6 +196,12 @@ class MegatronTrainer:
             return from_last_stage(values)[0]
 
     # --- weights and state ---
+
+    def sent_as(self, version: int) -> None:
+        """Say that the weights of now were sent to the engines as `version`; --keep-old-actor holds a copy."""
+        if self._config.model.keep_old_actor:
+            self._settle_parameters()
+            self._sent.keep(version)
 
     def hf_weights(self, bucket_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
         """The weights under Hugging Face names, in buckets of about `bucket_bytes`, without vocabulary padding.
@@ -260,6 +270,7 @@ class MegatronTrainer:
         """Fill the model that was just built, and hold the other roles' weights."""
         self._held = self._hold_roles(chunks)
         self._fill(chunks, str(self._config.model.hf_checkpoint))
+        self._sent = SentVersions(self._held)
         self._weights = HFWeights(chunks, self._ops, self._ranks)
         self._freeze(chunks)
 
@@ -338,13 +349,14 @@ class MegatronTrainer:
         algorithm = self._config.algorithm
         if not algorithm.compute_advantages_and_returns or algorithm.loss_type == "sft_loss":
             return plans
+        return with_advantages(
+            batch, plans, algorithm, sum_over_ranks=self._over_data_parallel, function=self._own_advantages, args=self._config.args
+        )
 
-        def over_ranks(sums: torch.Tensor) -> torch.Tensor:
-            total = sums.to(self._platform.device)
-            dist.all_reduce(total, group=self._dp_group)
-            return total.cpu()
-
-        return with_advantages(batch, plans, algorithm, sum_over_ranks=over_ranks, function=self._own_advantages, args=self._config.args)
+    def _over_data_parallel(self, sums: torch.Tensor) -> torch.Tensor:
+        total = sums.to(self._platform.device)
+        dist.all_reduce(total, group=self._dp_group)
+        return total.cpu()
 
     def _with_log_probs(self, plans: Plans, name: str) -> Plans:
         """The log-probs of all micro-batches of all steps under the weights that are in the model, as the field `name`; in the last
@@ -352,6 +364,19 @@ class MegatronTrainer:
         found = forward_each(self._model, [packed for step in plans for packed in step], self._reader(temperature=self._temperature))
         flat = iter(found)
         return [[packed.with_token_values(**{name: next(flat)}) for packed in step] for step in plans] if found else plans
+
+    def _with_old_log_probs(self, plans: Plans) -> Plans:
+        """The log-probs under the weights that generated: those in the model, unless --keep-old-actor knows better."""
+        if not self._config.model.keep_old_actor:
+            return self._with_log_probs(plans, "old_log_probs")
+
+        def any_rank(flags: torch.Tensor) -> torch.Tensor:
+            flags = flags.to(self._platform.device)
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+            return flags.cpu()
+
+        self._settle_parameters()
+        return self._sent.old_log_probs(plans, lambda: self._with_log_probs(plans, "old_log_probs"), any_rank)
 
     def _reader(self, *, temperature: float) -> ReadFunction:
         """What makes log-probs [T] of a micro-batch's logits."""

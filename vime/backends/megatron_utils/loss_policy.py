@@ -9,8 +9,8 @@ surrogate  by the estimator (`algorithms.policy_losses`)     per token
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from vime.errors import DataError, HookError
 from vime.hooks import hook_errors
 from vime.packing.pack import PackedBatch
 
-__all__ = ["LossHooks", "Metrics", "mean", "policy_loss", "required"]
+__all__ = ["LossHooks", "Metrics", "mean", "policy_loss", "required", "with_mean_importance"]
 
 Metrics = dict[str, torch.Tensor]
 
@@ -53,6 +53,10 @@ def required(packed: PackedBatch, name: str, why: str) -> torch.Tensor:
     return value
 
 
+def _sequences(packed: PackedBatch) -> Sequences:
+    return Sequences(ids=packed.sequence_ids, mask=packed.loss_mask, count=len(packed.lengths))
+
+
 def policy_loss(
     log_probs: torch.Tensor,
     entropy: torch.Tensor,
@@ -61,7 +65,7 @@ def policy_loss(
     hooks: LossHooks,
 ) -> tuple[torch.Tensor, Metrics]:
     """(loss, metric sums) of [T] log-probs and entropies in nats; the metrics still hang on the graph."""
-    sequences = Sequences(ids=packed.sequence_ids, mask=packed.loss_mask, count=len(packed.lengths))
+    sequences = _sequences(packed)
     advantages = required(packed, "advantages", "--loss-type policy_loss")
     current = log_probs.detach()
     trainers = current if packed.old_log_probs is None else packed.old_log_probs
@@ -112,15 +116,8 @@ def _corrected(
         per_token, more = _user_corrected(per_token, trainers, packed, hooks)
         metrics |= more
     elif algorithm.use_tis:
-        truncates = algorithm.tis_mode == "truncate"
-        weights, outside = importance_weights(
-            log_ratio,
-            sequences,
-            level=algorithm.tis_level,
-            mode="clip" if truncates else algorithm.tis_mode,
-            low=0.0 if truncates else algorithm.tis_clip_low,
-            high=algorithm.tis_clip,
-        )
+        weights, outside = _weights(log_ratio, algorithm, sequences)
+        weights = weights / packed.mean_importance
         per_token = per_token * weights
         metrics |= {"tis": mean(packed, weights), "tis_clipfrac": mean(packed, outside), "tis_abs": mean(packed, (weights - 1).abs())}
     if algorithm.use_rs:
@@ -136,6 +133,35 @@ def _corrected(
         per_token = per_token * kept
         metrics["rs_rejected_frac"] = mean(packed, 1 - kept)
     return per_token, metrics
+
+
+def _weights(log_ratio: torch.Tensor, algorithm: AlgorithmConfig, sequences: Sequences) -> tuple[torch.Tensor, torch.Tensor]:
+    """--use-tis as the flags say: (weights [T], 1 where they are bounded [T])."""
+    truncates = algorithm.tis_mode == "truncate"
+    return importance_weights(
+        log_ratio,
+        sequences,
+        level=algorithm.tis_level,
+        mode="clip" if truncates else algorithm.tis_mode,
+        low=0.0 if truncates else algorithm.tis_clip_low,
+        high=algorithm.tis_clip,
+    )
+
+
+def with_mean_importance(
+    step: Sequence[PackedBatch], algorithm: AlgorithmConfig, sum_over_ranks: Callable[[torch.Tensor], torch.Tensor]
+) -> list[PackedBatch]:
+    """--tis-batch-normalize: the micro-batches of one optimizer step with the mean weight of all its trained tokens, to divide by.
+
+    They must have `old_log_probs`. `sum_over_ranks` adds a [2] float64 tensor up over the data-parallel ranks.
+    """
+    sums = torch.zeros(2, dtype=torch.float64)
+    for packed in step:
+        old, engine = required(packed, "old_log_probs", "--tis-batch-normalize"), required(packed, "rollout_log_probs", "--use-tis")
+        weights, _ = _weights(old - engine, algorithm, _sequences(packed))
+        sums += torch.stack([(weights * packed.loss_mask).sum(), packed.loss_mask.sum()]).double().cpu()
+    total, count = sum_over_ranks(sums).tolist()
+    return [replace(packed, mean_importance=total / count if total > 0 else 1.0) for packed in step]
 
 
 def _mismatch(log_ratio: torch.Tensor, packed: PackedBatch, sequences: Sequences) -> Metrics:

@@ -74,9 +74,7 @@ class AlgorithmConfig:
         "The ratio of a token, of its sequence, or its geometric mean.",
         choices=("token", "sequence", "geometric"),
     )
-    tis_batch_normalize: bool = opt(
-        False, "Divide the weights by their mean over the batch.", not_yet="the weights are used as they are. Leave it out."
-    )
+    tis_batch_normalize: bool = opt(False, "Divide the weights by their mean over the trained tokens of the optimizer step.")
     use_rs: bool = opt(False, "Drop what lies outside the bounds of --rs-level.")
     rs_level: str = opt("token", "The ratio that drops.", choices=("token", "sequence", "geometric"))
     rs_lower_bound: float | None = opt(None, "Its lower bound; default: --tis-clip-low.", type=float, ge=0)

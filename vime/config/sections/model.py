@@ -28,7 +28,6 @@ class ModelConfig:
     keep_old_actor: bool = opt(
         False,
         "Keep the weights that generated, so that the old log-probs are theirs when data is older than the policy.",
-        not_yet="data is trained on in the step that made it. Leave it out.",
     )
     opd_teacher_url: str | None = opt(None, "vLLM server of the teacher of on-policy distillation: http://host:port.", type=str)
     opd_teacher_load: str | None = opt(

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from vime.algorithms.advantages import compute_advantages
 from vime.backends.megatron_utils.loss import LossHooks, loss_from_logits, packed_log_probs, value_loss
+from vime.backends.megatron_utils.loss_policy import with_mean_importance
 from vime.config.sections import AlgorithmConfig, DataConfig, RewardConfig
 from vime.errors import ConfigError, DataError, HookError
 from vime.packing.build import FILLER_ID, build_train_batches
@@ -373,6 +374,23 @@ def test_corrections_weigh_the_surrogate_and_nothing_else() -> None:
     assert 0 < rejected < 1
     assert 0 < masked < 1
     assert {"ois", "mismatch_kl", "mismatch_k3_kl", "mismatch_chi2"} <= set(metrics)
+
+
+def test_normalised_weights_have_mean_1_over_the_tokens_of_the_step() -> None:
+    algorithm = AlgorithmConfig(use_tis=True, tis_batch_normalize=True, loss_aggregation="token")
+    batch = batches_of(rollout(LENGTHS), algorithm, DataConfig(micro_batch_size=3), 1)[0]
+    step = [micro_batch([batch.samples[i] for i in micro], batch.steps[0], algorithm) for micro in batch.steps[0].micro_batches]
+    whole = with_mean_importance(step, algorithm, lambda sums: sums)
+    seen: list[torch.Tensor] = []
+    for half in (step[:1], step[1:]):  # two data-parallel ranks, each with its own sums
+        with_mean_importance(half, algorithm, lambda sums: (seen.append(sums), sums)[1])  # type: ignore[func-returns-value]
+    (split,) = {packed.mean_importance for packed in with_mean_importance(step[:1], algorithm, lambda _: seen[0] + seen[1])}
+    assert [packed.mean_importance for packed in whole] == pytest.approx([split] * len(step), abs=1e-12)
+    tis = 0.0
+    for packed in whole:
+        logits = torch.zeros(packed.num_tokens, WIDTH, dtype=torch.float64)
+        tis += loss_from_logits(logits, packed, algorithm, temperature=1.0, vocab_size=VOCAB)[1]["tis"].item()
+    assert tis == pytest.approx(1.0, abs=1e-6)
 
 
 def test_gradients_with_corrections_by_finite_differences() -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from vime.backends.megatron_utils.actor import needs_old_log_probs
 from vime.backends.megatron_utils.critic import critic_config
-from vime.backends.megatron_utils.roles import HeldWeights
+from vime.backends.megatron_utils.roles import HeldWeights, SentVersions
 from vime.config import sections as s
 from vime.config.run import RunConfig
+from vime.errors import DataError
+from vime.packing.pack import PackedBatch, pack
+from vime.types import StepPlan, TrainSample
 
 
 def state(model: torch.nn.Module) -> list[torch.Tensor]:
@@ -66,6 +70,49 @@ def test_what_is_changed_meanwhile_belongs_to_the_role() -> None:
         failing_pass()
     assert seen == [True]
     assert same(state(model), policy)
+
+
+def packed_with(versions: list[int], engine: bool = True) -> PackedBatch:
+    """One sample whose tokens were sampled under `versions`; the engine said -9 everywhere."""
+    count = len(versions)
+    sample = TrainSample(
+        tokens=np.arange(count + 1), response_length=count, loss_mask=np.ones(count, np.float32), reward=0.0, raw_reward=0.0, sample_id=7,
+        group_id=0, rollout_id=0, rollout_mask_sum=float(count), weight_versions=np.array(versions, np.float32),
+        rollout_log_probs=np.full(count, -9.0, np.float32) if engine else None,
+    )  # fmt: skip
+    return pack([sample], StepPlan(micro_batches=((0,),), num_rollouts=1, num_tokens=float(count)))
+
+
+def old_log_probs(versions: list[int], *, engine: bool = True) -> list[float]:
+    """Weights of versions 1, 2 and 3 were sent, and each gives minus its number as log-prob."""
+    model = torch.nn.Linear(1, 1, bias=False)
+    sent = SentVersions(HeldWeights([model]))
+    for version in (1, 2, 3, 4):  # 4 was not sent
+        torch.nn.init.constant_(model.weight, -float(version))
+        if version < 4:
+            sent.keep(version)
+    packed = packed_with(versions, engine)
+
+    def compute() -> list[list[PackedBatch]]:
+        return [[packed.with_token_values(old_log_probs=torch.full((packed.num_tokens,), model.weight.item()))]]
+
+    ((out,),) = sent.old_log_probs([[packed]], compute, lambda flags: flags)
+    assert model.weight.item() == -4.0
+    assert out.old_log_probs is not None
+    return out.old_log_probs[: len(versions)].tolist()
+
+
+def test_each_token_is_judged_by_the_weights_that_sampled_it() -> None:
+    assert old_log_probs([3, 2, 2, 3]) == [-3.0, -2.0, -2.0, -3.0]
+
+
+def test_where_the_weights_are_gone_the_engines_word_counts() -> None:
+    assert old_log_probs([1, 3, -1]) == [-9.0, -3.0, -9.0]
+
+
+def test_without_either_the_samples_are_named() -> None:
+    with pytest.raises(DataError, match=r"holds the weight versions \[2, 3\], and samples \[7\]... have tokens of \[1, 3\]"):
+        old_log_probs([1, 3], engine=False)
 
 
 def test_the_critic_sees_its_own_folder_rate_and_warm_up() -> None:
