@@ -36,10 +36,11 @@ def processes(s: Settings) -> list[Process]:
         out.append(Process(role="router", name="router", node=0))
         out += [Process(role="engine", name=f"engine {i}", node=places[0][0], gpus=gpus_of(s, places)) for i, places in _engines(s)]
     if s.trains:
-        for rank in range(s.world):
-            node, gpu = divmod(rank, s.trainers_per_node)
-            gpus = () if s.cpu else (gpu,)
-            out.append(Process(role="trainer", name=f"trainer {rank}", node=node, gpus=gpus, coordinates=coordinates(s, rank)))
+        for role in ("trainer", "critic") if s.critic else ("trainer",):
+            for rank in range(s.world):
+                node, gpu = divmod(rank, s.trainers_per_node)
+                gpus = () if s.cpu else (gpu,)
+                out.append(Process(role=role, name=f"{role} {rank}", node=node, gpus=gpus, coordinates=coordinates(s, rank)))
     return out
 
 
@@ -114,12 +115,16 @@ def _gpus(s: Settings, stage: int) -> str:
 
 
 def _context(role: str) -> Item:
-    size = PROGRAMS_GPU.trainer_device if role == "trainer" else PROGRAMS_GPU.engine_device
+    size = PROGRAMS_GPU.engine_device if role == "engine" else PROGRAMS_GPU.trainer_device
     return Item(role=role, name="CUDA context, communicators", num_bytes=size)
 
 
+def _trainer_contexts(s: Settings) -> list[Item]:
+    return [_context(role) for role in (("trainer", "critic") if s.critic else ("trainer",))]
+
+
 def _trainer_alone(s: Settings, stage: int) -> dict[str, list[Item]]:
-    always = [_context("trainer"), *trainer.held(s, stage)]
+    always = [*_trainer_contexts(s), *trainer.held(s, stage)]
     out = {"train": always + trainer.train_items(s, stage)}
     if s.generates:
         out |= {"rollout": always, "sync": always + trainer.sync_items(s, stage)}
@@ -129,11 +134,11 @@ def _trainer_alone(s: Settings, stage: int) -> dict[str, list[Item]]:
 def _shared(s: Settings, stage: int) -> dict[str, list[Item]]:
     """Trainer and engine on one GPU, each moved aside while the other works."""
     held = trainer.held(s, stage)
-    weights = [item for item in held if item.name == "weights"]
+    weights = [item for item in held if item.name == "weights" and item.role == "trainer"]
     awake = engine.awake(s)
     asleep = [item for item in awake if item.name == "CUDA graphs"] if s.offload_rollout else awake
     loaded = [item for item in awake if item.name != "KV cache"] if s.offload_rollout else awake
-    base = [_context("trainer"), _context("engine")]
+    base = [*_trainer_contexts(s), _context("engine")]
     return {
         "train": [*base, *held, *trainer.train_items(s, stage), *asleep],
         "rollout": [*base, *([] if s.offload_train else held), *awake],
@@ -148,10 +153,10 @@ def _programs(s: Settings, node: int) -> list[Item]:
     """What the programs of a node take with an empty model."""
     known = PROGRAMS_CPU if s.cpu else PROGRAMS_GPU
     here = [process for process in processes(s) if process.node == node]
-    sizes = {"driver": known.driver, "manager": known.manager, "router": known.router, "trainer": known.trainer}
+    sizes = {"driver": known.driver, "manager": known.manager, "router": known.router, "trainer": known.trainer, "critic": known.trainer}
     sizes["engine"] = known.engine + (s.engine_gpus - 1) * known.engine_worker
     items = [Item(role="ray", name="programs", num_bytes=known.ray)]
-    for role in ("driver", "manager", "router", "engine", "trainer"):
+    for role in ("driver", "manager", "router", "engine", "trainer", "critic"):
         count = sum(process.role == role for process in here)
         if count:
             items.append(Item(role=role, name="programs", num_bytes=count * sizes[role]))

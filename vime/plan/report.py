@@ -87,7 +87,8 @@ def _head(plan: Plan) -> Iterator[str]:
         if s.model.moe is not None:
             parts += [("EP", s.expert), ("expert TP", s.expert_tensor)]
         sizes = " x ".join(f"{name} {size}" for name, size in parts)
-        yield f"trainer: {s.world} rank{_s(s.world)}, {sizes}; {s.param_bytes * 8}-bit weights, recompute {s.recompute}"
+        who = "trainer and critic" if s.critic else "trainer"
+        yield f"{who}: {s.world} rank{_s(s.world)}, {sizes}; {s.param_bytes * 8}-bit weights, recompute {s.recompute}"
     if s.generates:
         yield f"engines: {s.num_engines} x {s.engine_gpus} {'process' if s.cpu else 'GPU'}{'es' * (s.cpu and s.engine_gpus > 1)}" + (
             ", on the trainer's GPUs" if s.colocate else ""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vime.config import RunConfig
+from vime.config.estimators import ESTIMATORS
 from vime.errors import ConfigError
 from vime.plan.devices import GIB, GPUS, Machine
 from vime.plan.shape import ModelSize, read_model
@@ -69,6 +70,7 @@ class Settings:
     recompute_layers: int  # with full: layers of one recomputed unit, or layers that are recomputed
     recompute_modules: tuple[str, ...]  # with selective
     vocab_multiple: int
+    critic: bool  # a second trainer of the same layout, with one output a token
     roles: int  # further sets of weights (reference, teacher) that wait in host memory
     whole_logits: bool  # of all positions, not only of the trained ones
     # batches
@@ -188,6 +190,7 @@ def settings_of(config: RunConfig, options: PlanOptions) -> Settings:
         distributed_optimizer=True,  # the trainer always uses it
         **_recompute(config.megatron),
         vocab_multiple=int(config.megatron.get("make_vocab_size_divisible_by") or 128),
+        critic=train and ESTIMATORS[alg.advantage_estimator].critic,
         roles=int(alg.use_kl_loss or alg.kl_coef != 0) + int(config.model.opd_teacher_load is not None),
         whole_logits=alg.loss_type == "custom_loss",
         prompts=data.rollout_batch_size or 1,

@@ -11,7 +11,7 @@ from vime.plan.shape import Delta, ModelSize
 
 __all__ = ["StageWeights", "activation_numbers", "held", "role_weights", "stage_weights", "sync_bucket", "sync_items", "train_items"]
 
-ROLE = "trainer"
+ROLE, CRITIC = "trainer", "critic"
 ADAM_BYTES = 8  # two float32 moments a weight
 MAIN_BYTES = 4  # the float32 master copy of a bfloat16 weight
 CHUNK_NUMBERS, CHUNK_NUMBERS_CPU = 2**26, 2**18  # of a float32 piece of the logits (backends/megatron_utils/log_probs.py)
@@ -46,34 +46,40 @@ def stage_layers(s: Settings, stage: int) -> list[int]:
     return out
 
 
-def stage_weights(s: Settings, stage: int) -> StageWeights:
-    """Parameters of one rank of `stage`. A tied embedding stands on the first and on the last stage."""
+def stage_weights(s: Settings, stage: int, role: str = ROLE) -> StageWeights:
+    """Parameters of one rank of `stage`. A tied embedding stands on the first and on the last stage; a critic has no output layer."""
     model = s.model
     first, last = stage == 0, stage == s.pipeline - 1
     layers = [model.layer(i) for i in stage_layers(s, stage)]
     table = s.padded_vocab * model.hidden // s.tensor
-    tables = int(first) + int(last and not (first and model.tied))
+    tables = int(first) + int(last and not (first and model.tied) and role != CRITIC)
     dense = sum(x.split // s.tensor + x.whole for x in layers) + tables * table + (model.hidden if last else 0)
     return StageWeights(dense=dense, expert=sum(x.expert for x in layers) // (s.expert * s.expert_tensor))
 
 
 def held(s: Settings, stage: int) -> list[Item]:
-    """Weights, gradients and optimizer state of one rank; on a CPU also the sets of weights of other roles.
+    """Weights, gradients and optimizer state of one rank, and of the critic's beside it; on a CPU also the weights of other roles.
 
     Mixed precision with Adam: 2 bytes a weight, 2 or 4 its gradient, 4 + 8 its master copy and moments, these divided over the
     ranks that hold the same weights (ZeRO stage 1, arXiv:1910.02054, section 5.1). In float32 the weight is its own master copy.
     """
-    w = stage_weights(s, stage)
-    per_weight = ADAM_BYTES + (MAIN_BYTES if s.param_bytes < 4 else 0)
-    shares = (s.data * s.context, s.expert_data) if s.distributed_optimizer else (1, 1)
-    items = [
-        _item("weights", w.all * s.param_bytes),
-        _item("gradients", w.all * s.grad_bytes),
-        _item("optimizer", per_weight * (-(-w.dense // shares[0]) + -(-w.expert // max(1, shares[1])))),
-    ]
+    items = _held(s, stage, ROLE)
+    if s.critic:
+        items += _held(s, stage, CRITIC)
     if s.cpu and s.roles:
         items.append(role_weights(s, stage))
     return items
+
+
+def _held(s: Settings, stage: int, role: str) -> list[Item]:
+    w = stage_weights(s, stage, role)
+    per_weight = ADAM_BYTES + (MAIN_BYTES if s.param_bytes < 4 else 0)
+    shares = (s.data * s.context, s.expert_data) if s.distributed_optimizer else (1, 1)
+    return [
+        _item("weights", w.all * s.param_bytes, role),
+        _item("gradients", w.all * s.grad_bytes, role),
+        _item("optimizer", per_weight * (-(-w.dense // shares[0]) + -(-w.expert // max(1, shares[1]))), role),
+    ]
 
 
 def role_weights(s: Settings, stage: int) -> Item:
@@ -157,24 +163,30 @@ def in_flight(s: Settings, stage: int) -> float:
 
 
 def train_items(s: Settings, stage: int) -> list[Item]:
-    """What training adds to `held` at its peak: activations of the micro-batches in flight, logits, workspaces."""
+    """What training adds to `held` at its peak. A critic takes turns with the policy; on a CPU what it has freed stays with it."""
+    items = _train_items(s, stage, ROLE)
+    return items + _train_items(s, stage, CRITIC) if s.critic and s.cpu else items
+
+
+def _train_items(s: Settings, stage: int, role: str) -> list[Item]:
+    """Activations of the micro-batches in flight, logits, workspaces."""
     tokens = computed_tokens(s)
     kept, again = _kept(s, stage)
     size = s.param_bytes
-    items = [_item("activations", int(tokens * size * kept * in_flight(s, stage)))]
+    items = [_item("activations", int(tokens * size * kept * in_flight(s, stage)), role)]
     if again:
-        items.append(_item("recomputed layer", int(tokens * size * again)))
+        items.append(_item("recomputed layer", int(tokens * size * again), role))
     last = stage == s.pipeline - 1
-    if last:
+    if last and role != CRITIC:
         items += logits_items(s, micro_batch_tokens(s))
-    items.append(_item("backward workspace", int(tokens * size * _workspace(s)) + (_table(s) if last or stage == 0 else 0)))
+    items.append(_item("backward workspace", int(tokens * size * _workspace(s)) + (_table(s) if last or stage == 0 else 0), role))
     if not s.cpu:
         update = _item("optimizer workspace", _update(s, stage))
         return items if sum(i.num_bytes for i in items) >= update.num_bytes else [update]
     # gloo's reductions and gathers work on a copy of the whole buffer; and glibc gives freed blocks below 32 MiB, as most activations
     # are, not back to the system: what comes after the backward pass comes on top of them
     copy = max(_update(s, stage), stage_weights(s, stage).all * s.grad_bytes)
-    return [*items, _item("copy in a collective", copy)]
+    return [*items, _item("copy in a collective", copy, role)]
 
 
 def _update(s: Settings, stage: int) -> int:
@@ -222,5 +234,5 @@ def _table(s: Settings) -> int:
     return s.padded_vocab * s.model.hidden // s.tensor * s.param_bytes
 
 
-def _item(name: str, num_bytes: int) -> Item:
-    return Item(role=ROLE, name=name, num_bytes=num_bytes)
+def _item(name: str, num_bytes: int, role: str = ROLE) -> Item:
+    return Item(role=role, name=name, num_bytes=num_bytes)

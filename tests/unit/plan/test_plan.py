@@ -209,6 +209,19 @@ def test_reference_and_teacher_wait_in_host_memory(tmp_path: Path) -> None:
     assert phase(devices(on_cpu)[0], "rollout")["trainer", "weights of other roles"] == 2 * 2 * weights, "float32"
 
 
+def test_ppos_critic_is_a_second_trainer_that_takes_turns(tmp_path: Path) -> None:
+    s = settings(tmp_path, "llama3-8b", actor_num_gpus_per_node=8, advantage_estimator="ppo", colocate=True, rollout_num_gpus=8)
+    train, rollout, sync = (phase(devices(s)[0], name) for name in ("train", "rollout", "sync"))
+    output = 128256 * 4096
+    assert train["critic", "weights"] == train["trainer", "weights"] - 2 * output, "one number a token in place of the logits"
+    assert ("critic", "activations") not in train
+    assert ("critic", "optimizer") not in rollout
+    assert ("critic", "weights") not in sync
+    assert sum(process.role == "critic" for process in processes(s)) == 8
+    (machine,) = devices(settings(tmp_path, "llama3-8b", device="cpu", advantage_estimator="ppo"))
+    assert {("critic", "activations"), ("critic", "optimizer")} <= set(phase(machine, "train"))
+
+
 def test_batches_of_fixed_micro_batches_and_of_several_steps(tmp_path: Path) -> None:
     s: Settings = settings(
         tmp_path, "qwen3-0.6b", actor_num_gpus_per_node=4, use_dynamic_batch_size=False, max_tokens_per_gpu=None, micro_batch_size=2,
