@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from vime.config import sections as s
@@ -64,6 +64,12 @@ class RunConfig:
         for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
             model *= self.megatron_size(name)
         return self.actor_world_size // model
+
+    @property
+    def packed_data(self) -> s.DataConfig:
+        """`data` with the token budget of one micro-batch, which the context-parallel ranks share."""
+        budget, ranks = self.data.max_tokens_per_gpu, self.megatron_size("context_parallel_size")
+        return self.data if budget is None else replace(self.data, max_tokens_per_gpu=budget * ranks)
 
     @property
     def num_engines(self) -> int:

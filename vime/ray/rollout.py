@@ -106,7 +106,7 @@ class RolloutManager(WatchedActor):
         batches = build_train_batches(
             samples,
             rollout_id=rollout_id,
-            data=config.data,
+            data=config.packed_data,
             algorithm=config.algorithm,
             reward=config.reward,
             dp_size=config.data_parallel_size,
@@ -115,7 +115,7 @@ class RolloutManager(WatchedActor):
         )
         return Generated(
             refs=[ray.put(batch) for batch in batches],
-            metrics=dict(output.metrics) | self._source_metrics() | packing_metrics(batches, config.data),
+            metrics=dict(output.metrics) | self._source_metrics() | packing_metrics(batches, config.packed_data),
             samples=[_readable(s) for s in samples[: self._config.logging.log_samples]],
         )
 

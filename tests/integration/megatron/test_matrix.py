@@ -81,6 +81,7 @@ def cases_of(models: dict[str, str], folder: Path) -> dict[int, list[dict[str, A
         {"name": "balanced cp2", "model": moe, "tokens": tokens_of("cp2") + BALANCE, **grads},
         {"name": "balanced dp2", "model": moe, "tokens": BALANCE, **grads},
         {"name": "replayed pp2", **replay, "tokens": tokens_of("pp2") + RECOMPUTE},
+        {"name": "bf16 pp2", "model": deep, "tokens": [*tokens_of("pp2"), "--bf16"]},
         {"name": "frozen pp2", **frozen, "tokens": tokens_of("pp2") + RECOMPUTE},
         *({"name": f"recompute {layout}", "model": deep, "tokens": tokens_of(layout) + RECOMPUTE, **grads} for layout in ("pp2", "cp2")),
         {"name": "selective sp2", "model": deep, "tokens": tokens_of("sp2") + SELECTIVE, **grads},
@@ -94,6 +95,7 @@ def cases_of(models: dict[str, str], folder: Path) -> dict[int, list[dict[str, A
         {"name": "replayed", **replay},
         {"name": "routed anew", **replay, "algorithm": {}},
         {"name": "frozen", **frozen},
+        {"name": "bf16", "model": deep, "tokens": ["--bf16"]},
         {"name": "only", "model": deep, "training": {"only_train_params_name_list": ["linear_fc1"]}, **grads},
         {"name": "frozen nothing", "model": deep, "training": {"freeze_params_name_list": ["no such name"]}, "refused": True},
     ]
@@ -174,6 +176,16 @@ def test_replayed_routing_keeps_the_experts_of_the_policy_that_generated(matrix:
     assert losses(pipeline) == pytest.approx(losses(replayed), abs=1e-6)
     assert worst(pipeline["weights"], replayed["weights"]) <= 1e-5
     assert worst(replayed["weights"], anew["weights"]) > 1e-4  # the weights moved, and with them some of the routing
+
+
+def test_bfloat16_keeps_weights_and_gradients_of_the_optimizer_in_float32(matrix: Results) -> None:
+    for case in ("bf16", "bf16 pp2"):
+        result = matrix(case)
+        assert result["weights"]["model.norm.weight"].dtype == torch.bfloat16
+        assert result["master"] == result["sums"] == {torch.float32}
+        assert losses(result) == pytest.approx(losses(matrix("deep one")), abs=0.02)
+        assert result["probe"] == pytest.approx(matrix("deep one")["probe"], abs=0.3)
+    assert losses(matrix("bf16 pp2")) == pytest.approx(losses(matrix("bf16")), abs=1e-3)
 
 
 def test_frozen_parameters_stay_and_the_others_learn_as_before(matrix: Results) -> None:

@@ -139,6 +139,8 @@ def run_case(case: dict[str, Any], *, world: int, rank: int, port: int) -> dict[
         if case.get("save_hf"):
             trainer.save_hf(case["save_hf"])
         out["step"] = trainer.step
+        out["master"] = {parameter.dtype for group in trainer._optimizer.param_groups for parameter in group["params"]}
+        out["sums"] = {buffer.grad_dtype for chunk in trainer._model for buffer in chunk.buffers}
         out["weights"] = weights(trainer)
         if case.get("gradients"):
             out["gradients"] = gradients(trainer)

@@ -199,7 +199,7 @@ class PackedCoreAttention(MegatronModule):
             raise NotImplementedError("PackedCoreAttention needs packed_seq_params, and takes neither a mask nor a bias.")
         q, k, v = (x.squeeze(1) if x.ndim == 4 else x for x in (query, key, value))
         if packed_seq_params.rotary is not None:
-            q, k = (_rotated(x, *packed_seq_params.rotary) for x in (q, k))
+            q, k = (_rotated(x, *packed_seq_params.rotary).to(v.dtype) for x in (q, k))
         dropout = self.dropout if self.training else 0.0
         if dropout and q.device.type != "cpu":
             raise NotImplementedError("varlen_attn has no dropout: set --attention-dropout 0 or install Transformer Engine.")

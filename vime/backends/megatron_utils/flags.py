@@ -32,7 +32,7 @@ OPTIMIZER = frozenset(
     "use_checkpoint_opt_param_scheduler check_for_nan_in_loss_and_grad".split()
 )
 COMPUTE = frozenset(
-    "seed attention_dropout hidden_dropout recompute_granularity recompute_method recompute_num_layers recompute_modules "
+    "seed bf16 attention_dropout hidden_dropout recompute_granularity recompute_method recompute_num_layers recompute_modules "
     "recompute_activations distribute_saved_activations attention_softmax_in_fp32 attention_backend "
     "deterministic_mode fp32_residual_connection transformer_impl masked_softmax_fusion bias_gelu_fusion bias_swiglu_fusion "
     "bias_dropout_fusion apply_rope_fusion gradient_accumulation_fusion no_persist_layer_norm".split()
@@ -62,10 +62,9 @@ NOT_YET_PREFIXES: tuple[str, ...] = tuple(  # kinds of model or of training that
 
 CURES: dict[str, str] = {
     "apply_query_key_layer_scaling": "It guards a float16 softmax; here the softmax is computed in float32.",
-    "bf16": "On the CPU everything is float32 (bfloat16 is emulated there, and many times slower).",
     "distributed_timeout_minutes": "Say --actor-deadline, in seconds: it bounds collectives, too.",
     "sgd_momentum": "The optimizer is Adam: say --adam-beta1.",
-    "fp16": "float16 is not offered: on the CPU everything is float32.",
+    "fp16": "float16 is not offered: say --bf16, or leave it to the platform (float32 on a CPU).",
     "micro_batch_size": "--micro-batch-size is ours: give it once.",
     "global_batch_size": "--global-batch-size is ours: give it once.",
     "seq_length": "Sequences are packed at their own length; --max-tokens-per-gpu bounds a micro-batch.",

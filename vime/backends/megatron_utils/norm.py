@@ -35,6 +35,6 @@ class RMSNorm(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., hidden_size] -> the same shape and dtype."""
-        if x.device.type == "cpu":
+        if x.device.type == "cpu" and x.dtype == torch.float32:
             return rms_norm(x, self.scale(), self.eps)
         return torch.nn.functional.rms_norm(x, self.weight.shape, self.scale(), self.eps)

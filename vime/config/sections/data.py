@@ -50,7 +50,7 @@ class DataConfig:
     num_steps_per_rollout: int | None = opt(None, "Alternative to --global-batch-size: optimizer steps per rollout step.", type=int, ge=1)
     micro_batch_size: int = opt(1, "Samples per micro-batch without --use-dynamic-batch-size.", ge=1)
     use_dynamic_batch_size: bool = opt(False, "Pack micro-batches up to --max-tokens-per-gpu tokens.")
-    max_tokens_per_gpu: int | None = opt(None, "Token budget of one packed micro-batch.", type=int, ge=1)
+    max_tokens_per_gpu: int | None = opt(None, "Token budget of one packed micro-batch on each trainer process.", type=int, ge=1)
     data_source_path: str = opt(DATA_SOURCE, "Class that supplies prompt groups: cls(args).")
     buffer_filter_path: str | None = opt(
         None,

@@ -137,7 +137,7 @@ def test_the_options_that_this_trainer_would_ignore_say_so() -> None:
         (["--optimizer", "sgd"], "only adam"),
         (["--attention-backend", "unfused"], "only auto, flash"),
         (["--apply-query-key-layer-scaling"], "softmax is computed in float32"),
-        (["--bf16"], "On the CPU everything is float32"),
+        (["--fp16"], "float16 is not offered"),
         (["--lr-warmup-samples", "5"], "--lr-warmup-iters"),
     ],
 )
