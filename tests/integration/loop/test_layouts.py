@@ -34,6 +34,14 @@ def test_tensor_parallel_trainers_feed_two_engines_with_a_reference_model(flags,
     assert abs(steps(tmp_path / "run")[0]["train/kl_loss"]) < 1e-6  # the policy begins as its reference
 
 
+def test_pipeline_trainers_agree_with_their_engine(flags, tmp_path):
+    """The loss, and what the proof compares with, are in the last stage; the weights come from both."""
+    run = Run(flags(actor_num_gpus_per_node=2, pipeline_model_parallel_size=2, num_rollout=2), tmp_path / "out.txt")
+    assert run.wait() == 0, run.output[-3000:]
+    run.assert_nothing_left()
+    assert_agreement(tmp_path / "run", 2)
+
+
 @pytest.fixture
 def cluster(tmp_path):
     """A Ray cluster that somebody else started."""
