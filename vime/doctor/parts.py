@@ -2,8 +2,8 @@
 
     python -m vime.doctor.parts PART FOLDER
 
-Each step that is done is one line of JSON on stdout: {"name", "found", "seconds"}. A step that fails ends the process with an
-exception on stderr. FOLDER holds the model (part `model` makes it) and takes logs and results.
+Each step that is done is one line of JSON on stdout: {"name", "found", "seconds"}. A step that fails ends the process with
+{"failed"} and the traceback on stderr. FOLDER holds the model (part `model` makes it) and takes logs and results.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -215,12 +216,17 @@ PARTS: dict[str, Callable[[Path], None]] = {
 
 
 def main(argv: list[str]) -> int:
-    """Run one part."""
+    """Run one part; 1 when it fails, with the reason as a line of JSON and the traceback on stderr."""
     name, folder = argv[0], Path(argv[1])
     if name == "gloo-peer":
         gloo(folder, rank=1)
-    else:
+        return 0
+    try:
         PARTS[name](folder)
+    except Exception as error:  # noqa: BLE001 - whatever fails is what the doctor tells
+        traceback.print_exc()
+        print(json.dumps({"failed": f"{type(error).__name__}: {error}"}), flush=True)
+        return 1
     return 0
 
 

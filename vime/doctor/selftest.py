@@ -93,10 +93,11 @@ class SelfTest:
         steps = [json.loads(line) for line in out.splitlines() if line.startswith('{"name"')]
         found = [ok(PART, step["name"], step["found"], seconds=step["seconds"]) for step in steps]
         if late or code != 0:
-            why = f"not done after {planned.seconds:g} s" if late else last_error(log.read_text(errors="replace"), code)
+            failed = [json.loads(line)["failed"] for line in out.splitlines() if line.startswith('{"failed"')]
+            why = f"not done after {planned.seconds:g} s" if late else _short(failed) or last_error(log.read_text(errors="replace"), code)
             after = f" (after '{steps[-1]['name']}')" if steps else ""
             cure = planned.cure.format(folder=self.folder)
-            found.append(wrong(PART, planned.part, f"{why}{after}", expected=f"done within {planned.seconds:g} s", cure=cure))
+            found.append(wrong(PART, planned.part, f"{why}{after}", expected=f"that it works within {planned.seconds:g} s", cure=cure))
         return found
 
     def side_by_side(self, parts: Iterable[Planned], checks: Iterable[Callable[[], Any]]) -> tuple[list[list[Finding]], list[Any]]:
@@ -147,6 +148,11 @@ def skip_hopeless(results: Mapping[Planned, list[Finding]], broken: Iterable[str
                 finding = Finding(part=PART, name=planned.part, state=State.SKIPPED, found=f"needs {', '.join(missing)} (see above)")
             out.append(finding)
     return out
+
+
+def _short(failed: list[str]) -> str:
+    """The beginning of the reason that a part gave: of an engine, the first error of its log is in there."""
+    return " ".join(" ".join(failed[-1].splitlines()[:3]).split())[:600] if failed else ""
 
 
 def _environment() -> dict[str, str]:

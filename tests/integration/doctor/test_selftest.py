@@ -24,6 +24,9 @@ part, folder = sys.argv[1:]
 step("first")
 if part == "fails":
     raise ValueError("a broken part")
+if part == "tells":
+    print(json.dumps({"failed": "EngineError: it ended.\\nLast lines of its log:\\nfirst error: no memory\\n..."}))
+    sys.exit(1)
 if part == "killed":
     os.kill(os.getpid(), signal.SIGSEGV)
 if part == "hangs":
@@ -52,7 +55,14 @@ def test_a_part_that_goes_well_tells_its_steps(test: SelfTest) -> None:
     ]
 
 
-@pytest.mark.parametrize(("part", "why"), [("fails", "ValueError: a broken part"), ("killed", "killed by signal 11")])
+@pytest.mark.parametrize(
+    ("part", "why"),
+    [
+        ("fails", "ValueError: a broken part"),
+        ("killed", "killed by signal 11"),
+        ("tells", "EngineError: it ended. Last lines of its log: first error: no memory"),
+    ],
+)
 def test_a_part_that_fails_says_why_and_after_what(test: SelfTest, part: str, why: str, tmp_path: Path) -> None:
     first, last = test.run(planned(part))
     assert first.state is State.OK
