@@ -16,18 +16,30 @@ __all__ = ["DRIVER_FLAGS", "Names", "with_prefix"]
 DRIVER_FLAGS = ("--config", "--print-config", "--dry-run", "--help")  # of `vime train` itself
 
 _PREFIXES = ("--no-vllm-", "--vllm-router-", "--vllm-", "--no-router-", "--router-", "--sglang-router-", "--sglang-", "--megatron-", "--")
-_TENSOR_PARALLEL = (
-    "the trainer's tensor parallelism is --tensor-model-parallel-size (Megatron), an engine's is --rollout-num-gpus-per-engine"
-)
-_EXPLAINED = {  # names that could mean several things, without their prefix
-    **dict.fromkeys(("tensor-parallel-size", "tp-size", "tp", "tensor-parallel", "tensor-model-parallel"), _TENSOR_PARALLEL),
-    "seed": "the trainer's seed is --seed, that of sampling and shuffling --rollout-seed",
-    "max-model-len": "the longest prompt plus response is --rollout-max-context-len",
-    "batch-size": "prompts in a step are --rollout-batch-size, rollouts in an optimizer step --global-batch-size",
-    "temperature": "it is --rollout-temperature, in evaluation --eval-temperature",
-    "learning-rate": "it is --lr",
-    "max-tokens": "a response's is --rollout-max-response-len, that of a packed micro-batch --max-tokens-per-gpu",
+_MEANT = {  # what is said -> names of other programs, or that could mean several things, without their prefix
+    "the trainer's tensor parallelism is --tensor-model-parallel-size (Megatron), an engine's is --rollout-num-gpus-per-engine": (
+        "tensor-parallel-size tp-size tp tensor-parallel tensor-model-parallel"
+    ),
+    "the trainer's seed is --seed, that of sampling and shuffling --rollout-seed": "random-seed data-seed",
+    "the longest prompt plus response is --rollout-max-context-len": "max-model-len max-model-length max-seq-len max-seq-length",
+    "a response's length is bounded by --rollout-max-response-len": "max-new-tokens max-completion-length max-response-length",
+    "a response's is --rollout-max-response-len, that of a packed micro-batch --max-tokens-per-gpu": "max-tokens max-token-len",
+    "prompts in a step are --rollout-batch-size, rollouts in an optimizer step --global-batch-size": "batch-size train-batch-size",
+    "it follows from --global-batch-size and the size of a micro-batch": "gradient-accumulation-steps grad-accum-steps grad-accum",
+    "it is --rollout-temperature, in evaluation --eval-temperature": "temperature",
+    "it is --lr": "learning-rate actor-lr actor-learning-rate",
+    "it is --n-samples-per-prompt": "n-samples num-samples num-generations group-size rollout-n",
+    "it is --num-rollout, or --num-epoch over the prompts": "steps num-steps max-steps total-steps epochs num-epochs num-train-epochs",
+    "it is --hf-checkpoint": "hf-model model-path model-name-or-path pretrain pretrained actor-model",
+    "it is --ref-load": "ref-model ref-path reference-model",
+    "it is --save": "save-dir save-path output-dir checkpoint-dir ckpt-path",
+    "a run goes on from its own --save folder by itself; --load starts from another run's": "resume resume-from resume-from-checkpoint",
+    "it is --prompt-data": "dataset data-file train-file train-data prompt-file",
+    "it is --eps-clip, and --eps-clip-high above": "clip-eps clip-range cliprange clip-ratio epsilon",
+    "it is --rm-type for a built-in reward, --custom-rm-path for your own": "reward-fn reward-function reward-func reward-model rm",
+    "trainers are --actor-num-gpus-per-node, the engines' GPUs --rollout-num-gpus": "num-gpus nproc nproc-per-node gpus world-size",
 }
+_EXPLAINED = {name: text for text, names in _MEANT.items() for name in names.split()}
 
 
 @dataclass(slots=True)
@@ -40,7 +52,9 @@ class Names:
     _index: NameIndex = field(init=False)
 
     def __post_init__(self) -> None:
-        self._said = {flag: f"vime, {section}" for flag, (section, _) in flag_table().items()} | dict.fromkeys(DRIVER_FLAGS, "vime")
+        self._said = dict.fromkeys(DRIVER_FLAGS, "vime")
+        for flag, (section, spec) in flag_table().items():
+            self._said[flag] = f"vime, {section}" + (", not available yet" if spec.not_yet else "")
         self._refused = {}
         for owner, options in self.owners.items():
             for option in options:
@@ -70,7 +84,10 @@ class Names:
             return f"{opening}: {elsewhere}"
         if family := explained(tidy):
             return f"{opening}: {family}"
-        near = self._index.nearest(tidy)
+        if self._index.one_edit(tidy) or not (refused := NameIndex(self._refused).one_edit(tidy)):
+            near = self._index.nearest(tidy)
+        else:
+            return f"{opening}. Nearest: {refused[0]}, which {self._refused[refused[0]]}"
         if not near:
             return f"{opening}: nobody has one like it. `vime train --help` lists vime's flags, --help=vllm and so on the others'."
         return f"{opening}. Nearest: {', '.join(self._named(name) for name in near)}."
@@ -83,7 +100,7 @@ class Names:
         candidates = [name for name in dict.fromkeys(spelled) if name != tidy]
         right = [name for name in candidates if name in self._said]
         if right:
-            return f"that name is known with another prefix: {', or '.join(self._named(name) for name in right)}."
+            return f"here it is {', or '.join(self._named(name) for name in right)}."
         return next((f"that would be {name}, which {self._refused[name]}" for name in (tidy, *candidates) if name in self._refused), "")
 
     def _named(self, flag: str) -> str:

@@ -7,9 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 
+from vime.config import suggest
 from vime.config.names import NameIndex
 from vime.config.options import Option
 from vime.config.parse import flag_table, own_flags
+from vime.config.sources import flags_in
 from vime.config.split import by_owner, read_tokens
 from vime.config.suggest import Names
 
@@ -92,6 +94,9 @@ def test_each_flag_of_ours_one_edit_away_is_caught_and_the_right_one_is_suggeste
         ("--router-polcy", "Nearest: --router-policy (vllm-router)."),
         ("--weight-deca", "Nearest: --weight-decay (Megatron)."),
         ("--dtype", "that would be --vllm-dtype, which is set by vime itself: leave it out."),
+        ("--vllm-dtyp", "Nearest: --vllm-dtype, which is set by vime itself: leave it out."),
+        ("--learning-rate", "it is --lr."),
+        ("--megatron-num-epochs", "it is --num-rollout, or --num-epoch over the prompts."),
         ("--print-config", "--print-config is for the command line of `vime train` alone."),
         ("--print-confg", "Nearest: --print-config (vime)."),
         ("--qwertyuiop", "nobody has one like it"),
@@ -100,6 +105,18 @@ def test_each_flag_of_ours_one_edit_away_is_caught_and_the_right_one_is_suggeste
 def test_what_was_meant_is_said_with_its_owner(flag: str, said: str) -> None:
     assert said in NAMES.explain(flag)
     assert NAMES.explain(flag).startswith(f"unknown flag {flag}")
+
+
+def test_the_flags_that_are_advised_exist_and_the_names_are_none_of_them() -> None:
+    advised = {flag for text in suggest._MEANT for flag in flags_in(text)}
+    assert advised <= {*flag_table(), "--tensor-model-parallel-size"}
+    assert not {f"--{name}" for name in suggest._EXPLAINED} & set(flag_table())
+    assert len(suggest._EXPLAINED) == sum(len(names.split()) for names in suggest._MEANT.values()), "a name stands twice"
+
+
+def test_a_suggestion_that_is_not_available_yet_says_so() -> None:
+    flag, section = next((flag, section) for flag, (section, spec) in flag_table().items() if spec.not_yet)
+    assert f"{flag} (vime, {section}, not available yet)" in NAMES.explain(flag + "x")
 
 
 def test_flags_that_would_be_refused_next_are_no_suggestion() -> None:
