@@ -7,6 +7,7 @@ from pathlib import Path
 
 from vime.migrate.convert import convert
 from vime.migrate.megatron import MegatronFlags
+from vime.migrate.script import read_script
 from vime.migrate.write import report, run_sh
 
 __all__ = ["page_with_outputs"]
@@ -22,7 +23,7 @@ def page_with_outputs(page: str, megatron: MegatronFlags) -> str:
 
 
 def _output(script: str, megatron: MegatronFlags) -> str:
-    command, notes = convert(script, megatron=megatron, device="cuda")
+    command, notes = convert(read_script(script), megatron=megatron, device="cuda")
     return f"{run_sh(command)}\n{report([note for note in notes if note.kind != CHANGING])}"
 
 

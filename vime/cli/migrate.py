@@ -15,6 +15,7 @@ from vime.errors import ConfigError
 from vime.migrate.convert import convert
 from vime.migrate.megatron import MegatronFlags
 from vime.migrate.notes import Note
+from vime.migrate.script import read_script
 from vime.migrate.write import Command, report, run_sh, run_yaml
 
 __all__ = ["main"]
@@ -28,7 +29,8 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str]) -> int:
     """Run the command; 0 when a command was made, whatever the report says. Raises ConfigError for a script that cannot be read."""
     options = _options().parse_args(list(argv))
-    command, notes = convert(options.script, megatron=_megatron(), device=options.device)
+    script = read_script(options.script)  # before Megatron is loaded, which takes seconds
+    command, notes = convert(script, megatron=_megatron(), device=options.device)
     command = replace(command, available_only=options.available_only)
     as_yaml = options.output is not None and options.output.endswith((".yaml", ".yml"))
     if as_yaml:

@@ -1,4 +1,4 @@
-"""From a script's path to our command and the notes on the way."""
+"""From a script to our command and the notes on the way."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vime.migrate.fit import fit
 from vime.migrate.flags import Flag, translate
 from vime.migrate.megatron import MegatronFlags
 from vime.migrate.notes import Note
-from vime.migrate.script import REMOTE, Script, read_script
+from vime.migrate.script import REMOTE, Script
 from vime.migrate.tables import DROPPED_VARIABLES
 from vime.migrate.values import Reference, Value, literal
 from vime.migrate.write import Command
@@ -20,16 +20,15 @@ from vime.migrate.write import Command
 __all__ = ["convert"]
 
 
-def convert(path: str, *, megatron: MegatronFlags | None, device: str) -> tuple[Command, list[Note]]:
-    """Our command for the launch script at `path`, and the notes for its report. Raises ConfigError when it cannot be read."""
-    script = read_script(path)
+def convert(script: Script, *, megatron: MegatronFlags | None, device: str) -> tuple[Command, list[Note]]:
+    """Our command for a launch script, and the notes for its report."""
     assert script.launch is not None
-    here = Path(path).resolve().parent
+    here = Path(script.path).resolve().parent
     out = translate(script.launch.items, megatron=megatron, folders=(Path.cwd(), here, here.parent))
     fit(out, program=script.launch.program, device=device, megatron=megatron)
     environment, notes = _environment(script)
     command = Command(
-        source=path,
+        source=script.path,
         flags=out.flags,
         environment=environment | out.environment,
         unset=script.unset,

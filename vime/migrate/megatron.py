@@ -48,6 +48,7 @@ class MegatronFlags:
         if not problems:
             return "kept", ""
         kind = "not yet" if any("not available" in problem for problem in problems) else "dropped"
+        problems = [re.sub(rf"^{flag} (is|has) ", r"it \1 ", problem) for problem in problems]
         return kind, " ".join(re.sub(rf"^{flag}(?: \S+)?(?::| is)? not available(?: yet)?:? ", "", problem) for problem in problems)
 
     def values(self, flag: str, values: Sequence[Value]) -> tuple[dict[str, Any], list[str]]:

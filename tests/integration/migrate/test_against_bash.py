@@ -95,7 +95,7 @@ def test_the_reader_sees_what_bash_passes_on(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_what_is_written_passes_our_flags_on(name: str, tmp_path: Path) -> None:
-    command, _ = convert(str(ROOT / "examples" / "migration" / name), megatron=None, device="cuda")
+    command, _ = convert(read_script(str(ROOT / "examples" / "migration" / name)), megatron=None, device="cuda")
     script = tmp_path / "run.sh"
     script.write_text(run_sh(command))
     recorded = run_bash(script, tmp_path, ("vime",), ("--more", "a b") if command.passes_arguments else ())
@@ -110,7 +110,7 @@ def test_what_is_written_passes_our_flags_on(name: str, tmp_path: Path) -> None:
 
 
 def test_a_variable_that_is_missing_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    command, _ = convert(str(ROOT / "examples" / "migration" / "vime_tools.sh"), megatron=None, device="cuda")
+    command, _ = convert(read_script(str(ROOT / "examples" / "migration" / "vime_tools.sh")), megatron=None, device="cuda")
     script = tmp_path / "run.sh"
     script.write_text(run_sh(command))
     bash = shutil.which("bash")

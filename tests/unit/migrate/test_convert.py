@@ -15,6 +15,7 @@ from vime.migrate.expand import Item
 from vime.migrate.flags import translate
 from vime.migrate.megatron import MegatronFlags
 from vime.migrate.notes import KINDS, Note
+from vime.migrate.script import read_script
 from vime.migrate.tables import DIFFERS
 from vime.migrate.values import literal
 from vime.migrate.write import Command
@@ -30,7 +31,7 @@ def migrate(
     """What becomes of a script with BASE and these flags."""
     path = folder / "run.sh"
     path.write_text(f'{before}\nA=({BASE} {flags})\npython3 {program} "${{A[@]}}"\n', encoding="utf-8")
-    return convert(str(path), megatron=megatron, device=device)
+    return convert(read_script(str(path)), megatron=megatron, device=device)
 
 
 def added(command: Command) -> list[str]:
@@ -217,7 +218,7 @@ def test_supervised_training_loses_its_engines_flags(tmp_path: Path, megatron: M
         "--disable-compute-advantages-and-returns --calculate-per-token-loss --sglang-mem-fraction-static 0.5 --rollout-num-gpus 8 "
         "--actor-num-gpus-per-node 1"
     )
-    command, notes = convert(str(path), megatron=megatron, device="cpu")
+    command, notes = convert(read_script(str(path)), megatron=megatron, device="cpu")
     names = [flag.name for flag in command.flags]
     assert not {"--ref-load", "--vllm-gpu-memory-utilization", "--rollout-num-gpus"} & set(names)
     assert {"--loss-type", "--debug-train-only", "--calculate-per-token-loss", "--num-epoch"} <= set(names)
