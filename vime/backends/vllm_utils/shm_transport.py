@@ -17,6 +17,8 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vime.backends.weight_transfer.digest import digest_bytes
 from vime.backends.weight_transfer.segment import Segment
 
+DERIVED = (".W_UK_T", ".W_UV")  # latent attention: made by vLLM of kv_b_proj, which is loaded
+
 __all__ = ["ShmInitInfo", "ShmUpdateInfo", "ShmWeightTransferEngine"]
 
 
@@ -57,7 +59,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
     def start_weight_update(self) -> None:
         """Take the model's layers apart for reloading."""
         self._received = {}
-        self._unloaded = {name for name, _ in self.model.named_parameters()}
+        self._unloaded = {name for name, _ in self.model.named_parameters() if not name.endswith(DERIVED)}
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -90,10 +92,11 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         self._detach()
 
     def _redispatch_packed_layers(self) -> None:
-        """Pack the output layer anew from its present weight (CPU).
+        """Pack the output layer and the experts anew from their present weights (CPU).
 
         A tied output layer shares its parameter with the embedding, so the reload never processes it; but on CPU it computes
-        with a packed copy made when the model was first loaded, and would go on computing with the old weights.
+        with a packed copy made when the model was first loaded, and would go on computing with the old weights. Experts are
+        packed in place at the first loading only: a reload leaves plain weights where their kernel expects packed ones.
         """
         if self.device.type != "cpu":
             return
@@ -102,6 +105,9 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         for layer in self.model.modules():
             if hasattr(layer, "cpu_linear") and getattr(layer, "weight", None) is not None and layer.weight.numel() > 0:
                 dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+            kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
+            if kernel is not None:
+                kernel.fused_experts.process_weights_after_loading(layer)
 
     def _attached(self, name: str) -> Segment:
         if self._segment is None or self._segment.name != name:

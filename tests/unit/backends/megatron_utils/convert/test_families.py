@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import random
+import re
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +15,10 @@ from safetensors.torch import load_file
 
 from tests.tiny_models import MODELS, SIZE, write_model
 from vime.backends.megatron_utils.actor import MegatronTrainer
-from vime.backends.megatron_utils.convert.registry import model_shape
+from vime.backends.megatron_utils.convert import registry
 from vime.config import sections as s
 from vime.config.run import RunConfig
+from vime.errors import CheckpointError
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="compares in float32 on the CPU")
 TOLERANCE = 1e-4  # natural log-probabilities; reached are 3e-6
@@ -32,9 +35,25 @@ def free_port() -> int:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_family_computes_what_transformers_computes(tmp_path: Path, name: str) -> None:
+    compare(write_model(name, tmp_path / name))
+
+
+def test_the_family_in_the_documents_is_all_that_mistral_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (Path(__file__).parents[5] / "docs" / "add_a_model.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(compile("from __future__ import annotations\n" + code, "add_a_model.md", "exec"), names)
+    monkeypatch.setattr(registry, "FAMILIES", {**registry.FAMILIES, names["FAMILY"].architecture: names["FAMILY"]})
+    monkeypatch.setitem(MODELS, "mistral", ("Mistral", {"sliding_window": None, "head_dim": 16}))
+    compare(write_model("mistral", tmp_path / "new"))
+    monkeypatch.setitem(MODELS, "mistral", ("Mistral", {"sliding_window": 16}))
+    with pytest.raises(CheckpointError, match="sliding_window = 16"):
+        registry.model_shape(write_model("mistral", tmp_path / "first"))
+
+
+def compare(folder: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    folder = write_model(name, tmp_path / name)
     config = RunConfig(
         model=s.ModelConfig(hf_checkpoint=str(folder)),
         training=s.TrainingConfig(train_threads=1),
@@ -48,7 +67,7 @@ def test_a_family_computes_what_transformers_computes(tmp_path: Path, name: str)
         weights = {name: tensor for bucket in trainer.hf_weights(10_000) for name, tensor in bucket}
     finally:
         trainer.shutdown()
-    carried = model_shape(folder).carried
+    carried = registry.model_shape(folder).carried
     stored = {key: value for key, value in load_file(folder / "model.safetensors").items() if not key.startswith(carried or (" ",))}
     assert set(weights) == set(stored)
     assert all(torch.equal(weights[key], stored[key]) for key in stored)
@@ -56,4 +75,3 @@ def test_a_family_computes_what_transformers_computes(tmp_path: Path, name: str)
         logits = AutoModelForCausalLM.from_pretrained(folder).eval()(tokens[None]).logits[0, :-1]
     theirs = torch.log_softmax(logits, -1).gather(-1, tokens[1:, None])[:, 0]
     assert float((ours - theirs).abs().max()) <= TOLERANCE
-    print(f"{name}: {float((ours - theirs).abs().max()):.1e}")
