@@ -1,4 +1,4 @@
-"""PPO with a critic through the whole loop: values, advantages, both trained, both in the commit; resumed bitwise."""
+"""PPO with a critic through the whole loop: values, advantages, both trained, both in the commit; resumed over two ranks each."""
 
 import pytest
 from whole_runs import Run, metrics
@@ -23,7 +23,7 @@ def test_a_run_with_a_critic_trains_both_and_resumes_both(flags, tmp_path):
     assert warm["train/critic-values"] == 0.0
     assert trained["train/critic-values"] != 0.0  # it has learnt something
     assert (tmp_path / "run" / "iter_0000001" / "critic" / "metadata.json").is_file()
-    second = Run(flags(num_rollout=3, **PPO), tmp_path / "second.txt")
+    second = Run(flags(num_rollout=3, actor_num_gpus_per_node=2, **PPO), tmp_path / "second.txt")
     assert second.wait() == 0, second.output[-3000:]
     second.assert_nothing_left(ports=False)
     last = steps(tmp_path / "run")[-1]
