@@ -21,6 +21,7 @@ from typing import Any
 from vime.checkpoint import Commit, latest_commit
 from vime.cli.record import RunRecord
 from vime.config import RunConfig
+from vime.config.estimators import ESTIMATORS
 from vime.errors import CheckpointError, ConfigError
 from vime.hooks import check_all
 from vime.loop import run_loop
@@ -157,7 +158,7 @@ def _parts(config: RunConfig, log_dir: Path, commit: Commit | None) -> Iterator[
             if config.data.num_rollout is None:  # the learning-rate schedule needs to know how far it is
                 total = _steps(config, rollout.prompts(own.rollout if own else None), own)[1]
                 config = dataclasses.replace(config, data=dataclasses.replace(config.data, num_rollout=total))
-            kind = ActorCriticGroup if config.algorithm.advantage_estimator == "ppo" else RayTrainGroup
+            kind = ActorCriticGroup if ESTIMATORS[config.algorithm.advantage_estimator].critic else RayTrainGroup
             group = kind(config, placement, supervisor, logs)
             stack.callback(group.shutdown)
             group.start(commit.trainer if commit else None, resume=own is not None)

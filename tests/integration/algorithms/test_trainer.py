@@ -96,6 +96,23 @@ def test_the_first_steps_metrics_equal_loops_over_tokens(results, log_probs, nam
     assert metrics["train/grad_norm"] > 0
 
 
+def test_means_over_the_steps_tokens_are_metrics(results, log_probs):
+    samples = batch_of(0).samples
+    advantages, returns = advantages_of("ppo", samples, log_probs)
+    (ppo,), (opd,) = results("ppo")["metrics"], results("opd")["metrics"]
+    count = sum(map(len, advantages))
+    values = [values_of(s.sample_id, s.response_length)[t].item() for s in samples for t in trained(s)]
+    policy, teacher = (sum(log_probs(role, s)[t] for s in samples for t in trained(s)) / count for role in ("policy", "teacher"))
+    expected = {
+        "rollout/advantages": sum(map(sum, advantages)) / count, "rollout/returns": sum(map(sum, returns)) / count,
+        "rollout/values": sum(values) / count, "rollout/log_probs": policy, "rollout/rollout_log_probs": -1.0,
+    }  # fmt: skip
+    assert {name: ppo[name] for name in expected} == pytest.approx(expected, abs=1e-5)
+    assert opd["rollout/opd_reverse_kl"] == pytest.approx(policy - teacher, abs=1e-5)
+    assert "rollout/ref_log_probs" in ppo
+    assert "rollout/ref_log_probs" not in opd
+
+
 def test_the_returns_are_handed_out_for_the_critic(results, log_probs):
     batch = batch_of(0)
     _, returns = advantages_of("ppo", batch.samples, log_probs)
@@ -165,7 +182,7 @@ def test_a_saved_critic_goes_on_as_if_nothing_had_happened(results):
 @pytest.mark.parametrize(("name", "layout"), SPREAD)
 def test_two_processes_compute_the_same_step(results, name, layout):
     (one,), (two,) = results(name)["metrics"], results(f"{name}_{layout}")["metrics"]
-    names = [key for key in one if key.startswith("train/")]
+    names = [key for key in one if key.startswith(("train/", "rollout/"))]
     assert {key: two[key] for key in names} == pytest.approx({key: one[key] for key in names}, rel=2e-5, abs=2e-6)
     assert results(f"{name}_{layout}", 1)["metrics"][0].keys() == two.keys()
 

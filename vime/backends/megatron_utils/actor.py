@@ -19,7 +19,7 @@ from megatron.core import parallel_state
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
 from vime.backends.megatron_utils import bootstrap
-from vime.backends.megatron_utils.advantages import Plans, with_advantages
+from vime.backends.megatron_utils.advantages import Plans, token_means, with_advantages
 from vime.backends.megatron_utils.arguments import resolve
 from vime.backends.megatron_utils.checkpoint import load_state, save_state
 from vime.backends.megatron_utils.convert.registry import model_ops, model_shape
@@ -157,14 +157,17 @@ class MegatronTrainer:
         if old_needed:
             with self._timed(seconds, "log_probs"), self._recorded():
                 plans = self._with_old_log_probs(plans)
+        means: dict[str, float] = {}
         if parallel_state.is_pipeline_last_stage(ignore_virtual=True):  # where the log-probs are, and the loss
             plans = self._with_advantages(batch, plans)
+            means = token_means(plans, self._over_data_parallel)
             if algorithm.use_tis and algorithm.tis_batch_normalize:
                 plans = [with_mean_importance(step, algorithm, self._over_data_parallel) for step in plans]
+        means = from_last_stage([means])[0]
         if values is not None:
             self.returns = [[packed.returns for packed in step if packed.returns is not None] for step in plans]
             if batch.rollout_id < self._config.critic.num_critic_only_steps:
-                return self._slowest(seconds)
+                return means | self._slowest(seconds)
         with self._timed(seconds, "actor_train"), self._replayed():
             steps = [self._optimizer_step(packed, batch) for packed in plans]
         interval = self._config.model.ref_update_interval
@@ -176,7 +179,7 @@ class MegatronTrainer:
             metrics["train/train_rollout_logprob_abs_diff"] = steps[0]["train_rollout_logprob_abs_diff"]
         metrics |= {"train/lr-pg_0": steps[-1]["lr-pg_0"], "train/step": float(self._step), "train/num_steps": float(len(steps))}
         seconds["train"] = time.perf_counter() - started
-        return metrics | self._slowest(seconds) | self._throughput(batch, seconds)
+        return metrics | means | self._slowest(seconds) | self._throughput(batch, seconds)
 
     def log_probs(self, tokens: list[int]) -> list[float]:
         """Natural-log probabilities of tokens[1:], each given what precedes it, at temperature 1. The same on all ranks."""

@@ -14,7 +14,7 @@ from vime.hooks import hook_errors
 from vime.packing.pack import PackedBatch
 from vime.types import StepPlan, TrainBatch
 
-__all__ = ["Plans", "with_advantages"]
+__all__ = ["Plans", "token_means", "with_advantages"]
 
 Plans = list[list[PackedBatch]]  # optimizer steps, each of micro-batches
 INPUTS = {  # a field of PackedBatch -> its name in slime's rollout_data
@@ -65,6 +65,23 @@ def with_advantages(
         ]
         for step, plan in zip(plans, batch.steps, strict=True)
     ]
+
+
+def token_means(plans: Plans, sum_over_ranks: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, float]:
+    """rollout/NAME: means over the trained tokens of the whole rollout step, of what the packs hold (slime's names), and how far the
+    student is from its teacher. The same on all data-parallel ranks, over which `sum_over_ranks` adds a float64 tensor up."""
+    flat = [packed for step in plans for packed in step]
+    names = {**INPUTS, "advantages": "advantages", "returns": "returns"}
+    there = [ours for ours in names if all(getattr(packed, ours) is not None for packed in flat)]
+    sums = torch.zeros(len(there) + 1, dtype=torch.float64)
+    for packed in flat:
+        of_each = [(getattr(packed, name) * packed.loss_mask).sum() for name in there]
+        sums += torch.stack([*of_each, packed.loss_mask.sum()]).double().cpu()
+    *totals, count = sum_over_ranks(sums).tolist()
+    out = {f"rollout/{names[name]}": total / max(count, 1.0) for name, total in zip(there, totals, strict=True)}
+    if "rollout/teacher_log_probs" in out and "rollout/log_probs" in out:
+        out["rollout/opd_reverse_kl"] = out["rollout/log_probs"] - out["rollout/teacher_log_probs"]
+    return out
 
 
 def _per_sample(batch: TrainBatch, plans: Plans, name: str) -> list[torch.Tensor] | None:
