@@ -47,11 +47,10 @@ class HeldWeights:
 
     @torch.no_grad()
     def _exchange(self, role: str) -> None:
-        held = self._held[role]
-        for i, tensor in enumerate(self._tensors()):
-            mine = _host(tensor)
-            tensor.copy_(held[i])
-            held[i] = mine
+        for held, tensor in zip(self._held[role], self._tensors(), strict=True):
+            mine = tensor.clone()
+            tensor.copy_(held)
+            held.copy_(mine)
 
     def _tensors(self) -> Iterator[torch.Tensor]:
         """Parameters, and the buffers that training changes (a router's expert bias)."""
