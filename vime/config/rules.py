@@ -146,8 +146,21 @@ def _evaluation(config: RunConfig) -> Iterator[str]:
 
 def _files(config: RunConfig) -> Iterator[str]:
     save = config.checkpoint
-    if save.save_hf is not None and (problem := _template_problem(save.save_hf)):
-        yield f"--save-hf '{save.save_hf}': {problem}"
+    debug = config.debug
+    for flag, template in (
+        ("--save-hf", save.save_hf),
+        ("--save-debug-rollout-data", debug.save_debug_rollout_data),
+        ("--load-debug-rollout-data", debug.load_debug_rollout_data),
+    ):
+        if template is not None and (problem := _template_problem(template)):
+            yield f"{flag} '{template}': {problem}"
+    if debug.save_debug_rollout_data is not None and "{rollout_id}" not in debug.save_debug_rollout_data:
+        yield f"--save-debug-rollout-data '{debug.save_debug_rollout_data}' names one file for all steps: put {{rollout_id}} into it."
+    if debug.load_debug_rollout_data is not None and (debug.save_debug_rollout_data or debug.debug_rollout_only or debug.debug_train_only):
+        yield (
+            "--load-debug-rollout-data excludes --save-debug-rollout-data, --debug-rollout-only and --debug-train-only: it takes samples "
+            "from files, and starts trainers only."
+        )
     for spec in set_flags(config):
         path = getattr(config.args, spec.name) if spec.path == "folder" else None
         if path is not None and not os.path.isdir(path):

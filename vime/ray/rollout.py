@@ -24,6 +24,7 @@ from vime.packing.build import build_train_batches, packing_metrics
 from vime.ray.process import WatchedActor, watched_actor
 from vime.ray.supervisor import Supervisor
 from vime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
+from vime.rollout.recorded import save_groups
 from vime.utils.types import Sample
 
 __all__ = ["Generated", "RolloutClient", "RolloutManager"]
@@ -103,6 +104,8 @@ class RolloutManager(WatchedActor):
             if not isinstance(output, RolloutFnTrainOutput):
                 output = RolloutFnTrainOutput(samples=output)
             samples = list(_flatten(output.samples))
+        if config.debug.save_debug_rollout_data is not None:
+            save_groups(config.debug.save_debug_rollout_data, rollout_id, output.samples)
         batches = build_train_batches(
             samples,
             rollout_id=rollout_id,

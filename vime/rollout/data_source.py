@@ -20,7 +20,7 @@ from vime.rollout.resources import RolloutResources
 from vime.rollout.rm_hub.registry import needs_label
 from vime.utils.types import Sample
 
-__all__ = ["DataSource", "RolloutDataSource", "RolloutDataSourceWithBuffer"]
+__all__ = ["DataSource", "RolloutDataSource", "RolloutDataSourceWithBuffer", "member_from_plain", "member_to_plain"]
 
 FORMAT = 2  # of the saved state
 
@@ -200,21 +200,23 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
 
     def state_dict(self) -> dict[str, Any]:
         """The complete state, buffer included."""
-        return {**super().state_dict(), "buffer": [[_member_to_plain(member) for member in group] for group in self.buffer]}
+        return {**super().state_dict(), "buffer": [[member_to_plain(member) for member in group] for group in self.buffer]}
 
     def load_state_dict(self, state: dict[str, Any], path: str) -> None:
         """Take over a state, buffer included."""
         super().load_state_dict(state, path)
-        self.buffer = [[_member_from_plain(member) for member in group] for group in state.get("buffer", [])]
+        self.buffer = [[member_from_plain(member) for member in group] for group in state.get("buffer", [])]
 
 
-def _member_to_plain(member: Sample | list[Sample]) -> Any:
+def member_to_plain(member: Sample | list[Sample]) -> Any:
+    """A sample, or the segments of a fan-out, as plain JSON values. Raises DataError for what has no JSON form."""
     if isinstance(member, list):
-        return [_member_to_plain(segment) for segment in member]
+        return [member_to_plain(segment) for segment in member]
     return _plain(member.to_dict(), f"sample {member.index}")
 
 
-def _member_from_plain(data: Any) -> Sample | list[Sample]:
+def member_from_plain(data: Any) -> Sample | list[Sample]:
+    """The inverse of `member_to_plain`."""
     if isinstance(data, list):
         return [Sample.from_dict(segment) for segment in data]
     return Sample.from_dict(data)

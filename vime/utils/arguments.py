@@ -18,6 +18,7 @@ from typing import Any
 
 from vime.config import RunConfig
 from vime.config.files import Own, layered, read_file
+from vime.config.implied import with_implied
 from vime.config.names import NameIndex
 from vime.config.options import UNKNOWN
 from vime.config.owners import OWNERS, Answer, ask, options_of
@@ -61,7 +62,7 @@ def parse_args(argv: Sequence[str] | None = None, *, planned: bool = False) -> R
     problems += [with_sources(problem, sources) for problem in found]
     if problems:
         raise ConfigError(*problems)
-    return with_absolute_paths(config)
+    return with_absolute_paths(with_implied(config))
 
 
 def _all_given(argv: Sequence[str], flags: Own) -> tuple[list[Given], list[str]]:

@@ -6,10 +6,13 @@ from whole_runs import Run, metrics
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
 
+RECORDED = "samples/{rollout_id}.jsonl"
+
+
 @pytest.fixture(scope="module")
 def uninterrupted(assets, tmp_path_factory, session_flags):
     folder = tmp_path_factory.mktemp("uninterrupted")
-    run = Run(session_flags(save=folder / "run"), folder / "out.txt")
+    run = Run(session_flags(save=folder / "run", save_debug_rollout_data=folder / "run" / RECORDED), folder / "out.txt")
     assert run.wait() == 0, run.output[-3000:]
     run.assert_nothing_left()
     return folder / "run"
@@ -49,3 +52,17 @@ def test_a_killed_run_resumes_bitwise_equal(uninterrupted, session_flags, tmp_pa
     assert "steps 3 to 4" in second.output
     assert len({line["train/grad_norm"] for line in metrics(uninterrupted)}) == 4
     assert metrics(tmp_path / "run") == metrics(uninterrupted)
+
+
+def test_recorded_samples_train_to_the_same_bits_without_an_engine(uninterrupted, session_flags, tmp_path):
+    command = session_flags(save=tmp_path / "run", save_hf=None, load_debug_rollout_data=uninterrupted / RECORDED)
+    run = Run(command, tmp_path / "out.txt")
+    assert run.wait() == 0, run.output[-3000:]
+    run.assert_nothing_left()
+    assert not (tmp_path / "run" / "logs" / "engine_0.log").exists()
+
+    def trained(folder):
+        return [{name: value for name, value in line.items() if name.startswith("train/")} for line in metrics(folder)]
+
+    assert len(trained(uninterrupted)) == 4
+    assert trained(tmp_path / "run") == trained(uninterrupted)

@@ -77,6 +77,16 @@ class Run:
                 continue
         return found
 
+    def others(self) -> set[int]:
+        """Living processes that are plainly not of the run: their environment can be read, and has not its mark."""
+        found = set()
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                with contextlib.suppress(OSError):
+                    if MARK.encode() + b"=" + self.mark.encode() not in (entry / "environ").read_bytes().split(b"\0"):
+                        found.add(int(entry.name))
+        return found
+
     def assert_nothing_left(self, seconds: float = 30.0, *, ports: bool = True) -> None:
         """No process, shared-memory segment or listening port of the run is left, at the latest after `seconds`.
 
@@ -88,13 +98,14 @@ class Run:
         assert not left, f"processes left: {left}"
         left_segments = set(os.listdir("/dev/shm")) - self.segments_before - _segments_in_use()
         assert not left_segments, f"left in /dev/shm: {left_segments}"
-        left_ports = _listening_ports() - self.ports_before if ports else set()
+        left_ports = _listening_ports(self.others()) - self.ports_before if ports else set()
         assert not left_ports, f"ports that somebody still listens on: {left_ports}"
 
 
-def _listening_ports() -> set[int]:
-    """TCP ports of this machine on which a process listens."""
-    return {connection.laddr.port for connection in psutil.net_connections("tcp") if connection.status == psutil.CONN_LISTEN}
+def _listening_ports(without: set[int] | frozenset[int] = frozenset()) -> set[int]:
+    """TCP ports of this machine on which a process listens that is none of `without`."""
+    open_ports = [c for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+    return {c.laddr.port for c in open_ports if c.pid not in without}
 
 
 def _segments_in_use() -> set[str]:

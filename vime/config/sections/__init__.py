@@ -6,6 +6,7 @@ Frozen, keyword-only, slotted. Names and defaults are slime's and Vime's; what d
 from vime.config.sections.algorithm import AlgorithmConfig, CriticConfig
 from vime.config.sections.data import (
     DATA_SOURCE,
+    RECORDED_FUNCTION,
     ROLLOUT_FUNCTION,
     SFT_FUNCTION,
     DataConfig,
@@ -20,6 +21,7 @@ from vime.config.sections.training import TrainingConfig
 
 __all__ = [
     "DATA_SOURCE",
+    "RECORDED_FUNCTION",
     "ROLLOUT_FUNCTION",
     "SFT_FUNCTION",
     "AlgorithmConfig",

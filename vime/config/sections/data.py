@@ -7,10 +7,20 @@ from typing import Any
 
 from vime.config.fields import SEEDS, opt
 
-__all__ = ["DATA_SOURCE", "ROLLOUT_FUNCTION", "SFT_FUNCTION", "DataConfig", "EvalConfig", "RewardConfig", "RolloutConfig"]
+__all__ = [
+    "DATA_SOURCE",
+    "RECORDED_FUNCTION",
+    "ROLLOUT_FUNCTION",
+    "SFT_FUNCTION",
+    "DataConfig",
+    "EvalConfig",
+    "RewardConfig",
+    "RolloutConfig",
+]
 
 ROLLOUT_FUNCTION = "vime.rollout.vllm_rollout.generate_rollout"
 SFT_FUNCTION = "vime.rollout.sft_rollout.generate_rollout"
+RECORDED_FUNCTION = "vime.rollout.recorded.generate_rollout"
 DATA_SOURCE = "vime.rollout.data_source.RolloutDataSourceWithBuffer"
 PARTIAL = "a rollout step ends when its requests have ended. Leave it out."
 IN_STEP = "generation and training take turns. Leave it out."

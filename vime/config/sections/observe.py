@@ -56,18 +56,15 @@ class DebugConfig:
     debug_train_only: bool = opt(False, "No engines: the rollout function supplies finished samples (SFT).")
     debug_rollout_only: bool = opt(False, "No trainer: generate and score only.")
     save_debug_rollout_data: str | None = opt(
-        None, "File of each step's samples; {rollout_id} is filled in.", type=str, path="new", not_yet=DUMP
+        None, "File of each step's samples (JSON lines); {rollout_id} is filled in.", type=str, path="new"
     )
     load_debug_rollout_data: str | None = opt(
         None,
-        "Train on such files instead of generating; {rollout_id} is filled in.",
+        "Train on such files, with no engines and no evaluation; {rollout_id} is filled in.",
         type=str,
         path="new",
-        not_yet="give --debug-train-only and a --rollout-function-path that reads samples.",
     )
-    load_debug_rollout_data_subsample: float | None = opt(
-        None, "Share of their samples to take.", type=float, gt=0, le=1, not_yet="there is nothing to load. Leave it out."
-    )
+    load_debug_rollout_data_subsample: float | None = opt(None, "Share of their groups to take, the first ones.", type=float, gt=0, le=1)
     save_debug_train_data: str | None = opt(
         None, "File of each step's training data and results; {rollout_id} is filled in.", type=str, path="new", not_yet=DUMP
     )
