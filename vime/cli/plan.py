@@ -7,7 +7,9 @@ Exit code 0 when the run fits, 2 when it does not or when the command line is wr
 
 from __future__ import annotations
 
+import difflib
 import json
+import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -24,7 +26,7 @@ from vime.plan.settings import PlanOptions, settings_of
 from vime.rollout.check import check_prompt_files
 from vime.utils.arguments import parse_args
 
-__all__ = ["dry_run", "main", "show"]
+__all__ = ["dry_run", "main", "plan_options", "show", "with_own_options"]
 
 OPTIONS: dict[str, tuple[type, str]] = {  # flag -> (type, help); the names of PlanOptions
     "--gpu": (str, f"which GPU the run gets: {', '.join(GPUS)} [H200]"),
@@ -48,8 +50,21 @@ def main(argv: Sequence[str]) -> int:
     options, as_program, flags = plan_options(argv)
     with ThreadPoolExecutor(max_workers=2) as pool:  # each waits for the owners' parsers, which are processes of their own
         refused = pool.submit(_refused, flags)
-        config = parse_args(flags, planned=True)
+        try:
+            config = parse_args(flags, planned=True)
+        except ConfigError as error:
+            raise ConfigError(*with_own_options(error.problems)) from None
         return show(config, options, as_program=as_program, not_runnable=refused.result())
+
+
+def with_own_options(problems: Sequence[str]) -> list[str]:
+    """Add to each unknown flag the plan's own options that are spelled like it."""
+    out = []
+    for problem in problems:
+        match = re.match(r"unknown flag (--[\w-]+)", problem)
+        near = difflib.get_close_matches(match[1], OPTIONS, n=2, cutoff=0.75) if match else []
+        out.append(problem + (f" Of vime plan's own: {', '.join(near)}." if near else ""))
+    return out
 
 
 def _refused(flags: list[str]) -> list[str]:

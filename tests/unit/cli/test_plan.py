@@ -9,8 +9,9 @@ import pytest
 
 from tests.unit.config.configs import change, valid_config
 from tests.unit.plan.configs import config_json
-from vime.cli.plan import OPTIONS, main, plan_options, show
+from vime.cli.plan import OPTIONS, main, plan_options, show, with_own_options
 from vime.config import RunConfig
+from vime.config.parse import flag_table
 from vime.errors import ConfigError
 from vime.plan.settings import PlanOptions
 
@@ -34,6 +35,15 @@ def test_all_wrong_options_are_told_at_once() -> None:
         plan_options(["--gpu", "H900", "--device-memory", "lots", "--gpus-per-node", "0", "--sync-bandwidth"])
     assert [problem.split()[0] for problem in caught.value.problems] == ["--gpu", "--device-memory", "--gpus-per-node", "--sync-bandwidth"]
     assert "Known are H200" in caught.value.problems[0]
+
+
+def test_its_options_are_nobody_elses() -> None:
+    assert not set(OPTIONS) & set(flag_table())
+
+
+def test_a_mistyped_option_is_explained() -> None:
+    problems = with_own_options(["unknown flag --device-memori: nearest ...", "--lr must be >= 0, got -1."])
+    assert problems == ["unknown flag --device-memori: nearest ... Of vime plan's own: --device-memory.", "--lr must be >= 0, got -1."]
 
 
 def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
