@@ -48,8 +48,8 @@ class MegatronFlags:
         if not problems:
             return "kept", ""
         kind = "not yet" if any("not available" in problem for problem in problems) else "dropped"
-        problems = [re.sub(rf"^{flag} (is|has) ", r"it \1 ", problem) for problem in problems]
-        return kind, " ".join(re.sub(rf"^{flag}(?: \S+)?(?::| is)? not available(?: yet)?:? ", "", problem) for problem in problems)
+        problems = [re.sub(rf"^{flag}(?: \S+)?(?::| is)? not available(?: yet)?:? ", "", problem) for problem in problems]
+        return kind, " ".join(re.sub(rf"^{flag} (is|has) ", r"it \1 ", problem) for problem in problems)
 
     def values(self, flag: str, values: Sequence[Value]) -> tuple[dict[str, Any], list[str]]:
         """(what the flag sets, what the parser objects to); a value that only the shell knows counts as none."""
