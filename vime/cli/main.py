@@ -44,6 +44,9 @@ COMMANDS: dict[str, Command] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the process's exit code: 0 done, 1 failed, 2 wrong command line, 130 interrupted."""
     args = list(sys.argv[1:] if argv is None else argv)
+    if wrong := [word for word in args if not _is_text(word)]:
+        print(f"vime: {wrong[0]!r} on the command line is no text in UTF-8: is it a name in another encoding? Rename it.", file=sys.stderr)
+        return 2
     if not args or args[0] in ("-h", "--help", "help"):
         print(usage())
         return 0
@@ -56,6 +59,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"vime: unknown command '{args[0]}'.{hint}\n\n{usage()}", file=sys.stderr)
         return 2
     return _run(COMMANDS[args[0]], args[1:])
+
+
+def _is_text(word: str) -> bool:
+    """Whether `word` can be written down: Python lets through bytes of an argument that are none of UTF-8's."""
+    try:
+        word.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def usage() -> str:

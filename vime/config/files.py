@@ -66,7 +66,7 @@ def read_file(path: str, own: Own) -> tuple[list[Given], list[str]]:
     except UnicodeDecodeError as error:
         return [], [f"--config '{path}' is no text in UTF-8 (byte {error.start})."]
     except RecursionError:
-        return [], [f"{path}: something in it holds itself (an alias of YAML's): write it out."]
+        return [], [f"{path}: something in it holds itself (an alias of YAML's), or is nested too deeply: write it out."]
     except _FileError as error:
         return [], [str(error)]
     given: list[Given] = []
@@ -110,14 +110,25 @@ def _given(entry: _Entry, own: Own) -> Given:
         return Given(flag=flag, values=(), raw=(), source=entry.where)
     spec = own[flag][1] if flag in own else None
     if spec is not None and is_switch(spec):
-        return _switch(flag, isinstance(value, _Scalar) and value.value, own, entry.where)
+        return _switch(flag, value.value if isinstance(value, _Scalar) else value, own, entry.where)
     if spec is None and isinstance(value, _Scalar) and isinstance(value.value, bool):
         if not value.value:
             flag = _switched_off(flag, entry.key)
         return Given(flag=flag, values=(), raw=(flag,), source=entry.where)
-    texts = _texts(value)
+    texts = tuple(_plain_text(text) for text in _texts(value))
     raw = (f"{flag}={texts[0]}",) if len(texts) == 1 and texts[0].startswith("-") else (flag, *texts)
     return Given(flag=flag, values=texts, raw=raw, source=entry.where)
+
+
+def _plain_text(text: str) -> str:
+    """`text` with surrogate pairs (JSON's way to write characters) joined. ValueError for what no command line can hold."""
+    try:
+        joined = text.encode("utf-16", "surrogatepass").decode("utf-16")
+    except UnicodeDecodeError:
+        raise ValueError("the value holds half a character (a lone \\u surrogate).") from None
+    if "\0" in joined:
+        raise ValueError("the value holds the character 0, which no command line can.")
+    return joined
 
 
 def _switch(flag: str, value: Any, own: Own, where: str) -> Given:
@@ -142,7 +153,7 @@ def _texts(value: _Value) -> tuple[str, ...]:
     if isinstance(value, _Scalar):
         return (value.text,)
     if isinstance(value, dict):
-        return (json.dumps(value),)
+        return (json.dumps(value, default=str),)  # dates of TOML's
     if any(item.value is None for item in value):
         raise ValueError("a list of values holds no null.")
     return tuple(item.text for item in value)
@@ -151,11 +162,15 @@ def _texts(value: _Value) -> tuple[str, ...]:
 def _flag(entry: _Entry, own: Own) -> str:
     """The flag that an entry's key names, as it is typed on the command line."""
     key, table = entry.key, entry.table
+    if key == "<<":
+        raise ValueError("'<<' (YAML's merge key) is not read: name several files after --config, later ones win.")
     if not re.fullmatch(r"[A-Za-z][\w.+-]*", key):
         raise ValueError(f"'{key}' is no flag's name: write names without the leading dashes, as in 'rollout-batch-size: 64'.")
     name, dot, rest = key.partition(".")
     flag = "--" + (name if "-" in name else name.replace("_", "-")) + dot + rest  # some of Megatron's have both
     section = own[flag][0] if flag in own else ""
+    if not table and not section:
+        _refuse_section(key, entry.value)
     if table in ("", section):
         return flag
     if table in OWNERS:
@@ -164,6 +179,16 @@ def _flag(entry: _Entry, own: Own) -> str:
         raise ValueError(f"{flag} is of the section '{section}', not of '{table}': move it there, or out of all tables.")
     near = ", ".join(NameIndex(name for name, (known, _) in own.items() if known == table).nearest(flag))
     raise ValueError(f"the section '{table}' has no {flag}.{f' Nearest: {near}.' if near else ''} Other owners' flags go outside of it.")
+
+
+def _refuse_section(key: str, value: _Value) -> None:
+    """ValueError when a key that is none of our flags is a section's name, or holds several flags and is nearly one."""
+    sections = (*SECTIONS, *OWNERS)
+    name = key.replace("-", "_").lower()
+    if name in sections:
+        raise ValueError(f"'{key}' is a section: write it '{name}', and below it the flags that it holds, each 'name: value'.")
+    if isinstance(value, dict) and owner_of(f"--{key}", ()) == "megatron" and (near := NameIndex(sections).nearest(name)):
+        raise ValueError(f"there is no section '{key}'. Nearest: {', '.join(near)}.")
 
 
 def _entries(path: str) -> Iterator[_Entry]:
@@ -182,11 +207,15 @@ class _Yaml:
         import yaml  # only runs with a file need it
 
         self._path, self._yaml = path, yaml
+        self._loader = yaml.SafeLoader("")
 
     def entries(self) -> Iterator[_Entry]:
         """The keys of the file, its tables opened."""
         try:
-            root = self._yaml.compose(Path(self._path).read_text(encoding="utf-8"), Loader=self._yaml.SafeLoader)
+            text = Path(self._path).read_text(encoding="utf-8-sig")
+            if self._path.endswith(".json"):
+                text = text.replace("\t", " ")  # JSON takes tabs between values, and has none inside of them
+            root = self._yaml.compose(text, Loader=self._yaml.SafeLoader)
         except self._yaml.YAMLError as error:
             raise _FileError(f"{self._path} is no YAML: {' '.join(str(error).split())}") from None
         if root is None:
@@ -194,6 +223,8 @@ class _Yaml:
         if not isinstance(root, self._yaml.MappingNode):
             raise _FileError(f"{self._place(root)}: a file of flags holds 'name: value' lines.")
         for key, node in self._pairs(root):
+            if key.value in (*SECTIONS, *OWNERS) and node.tag.endswith(":null"):
+                continue  # a section all of whose flags are comments
             if key.value in (*SECTIONS, *OWNERS) and isinstance(node, self._yaml.MappingNode):
                 for name, inner in self._pairs(node):
                     yield _Entry(table=key.value, key=name.value, value=self._value(inner), where=self._place(name))
@@ -220,9 +251,11 @@ class _Yaml:
 
     def _scalar(self, node: Any) -> _Scalar:
         kind = node.tag.rpartition(":")[2]
+        if kind != "str" and node.tag != self._loader.resolve(self._yaml.ScalarNode, node.value, (node.style is None, False)):
+            raise _FileError(f"{self._place(node)}: tags like !!{kind} are not read: write the value alone.")
         if kind == "null":
             return _Scalar(node.value, None)
-        return _Scalar(node.value, self._yaml.SafeLoader("").construct_yaml_bool(node) if kind == "bool" else node.value)
+        return _Scalar(node.value, self._loader.construct_yaml_bool(node) if kind == "bool" else node.value)
 
     def _plain(self, node: Any) -> Any:
         """JSON values; 1e-5 is a number here, as in JSON."""
@@ -239,7 +272,7 @@ class _Yaml:
 
 
 def _toml(path: str) -> Iterator[_Entry]:
-    text = Path(path).read_text(encoding="utf-8")
+    text = Path(path).read_text(encoding="utf-8-sig")
     try:
         data = tomllib.loads(text, parse_float=_Number)
     except tomllib.TOMLDecodeError as error:
@@ -280,6 +313,6 @@ def _toml_scalar(value: Any) -> _Scalar:
     if isinstance(value, bool):
         return _Scalar(str(value).lower(), value)
     if isinstance(value, dict | list):
-        return _Scalar(json.dumps(value), "")
+        return _Scalar(json.dumps(value, default=str), "")
     text = value.text if isinstance(value, _Number) else str(value)
     return _Scalar(text, text)

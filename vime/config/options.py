@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-__all__ = ["UNKNOWN", "Option", "cache_folder", "describe", "load_options", "parse_all", "store_options"]
+__all__ = ["UNKNOWN", "Option", "cache_folder", "describe", "groups", "load_options", "parse_all", "store_options"]
 
 UNKNOWN = "unknown flag "  # opens each problem with an unknown flag; the driver adds the nearest names
 
@@ -45,14 +45,14 @@ def parse_all(parser: argparse.ArgumentParser, tokens: Sequence[str], *, undersc
     """(destination -> value of what parses, a problem for each flag that does not).
 
     Each flag is parsed by itself, with the defaults left out; when all are well, they are parsed together. `underscores`:
-    the parser takes them for dashes in names. The parser is changed: it knows no abbreviations and no defaults, and it
-    raises instead of ending the process.
+    the parser takes them for dashes in names. The parser is changed: it knows no abbreviations, no defaults and no
+    positional arguments (one value too many is none), and it raises instead of ending the process.
     """
     _tame(parser)
     known: dict[str, Any] = {}
     problems: list[str] = []
     texts: dict[str, list[str]] = {}
-    for words in _groups(tokens):
+    for words in groups(tokens):
         flag = words[0].partition("=")[0]
         name = flag.partition(".")[0]  # the rest is the key of a dotted JSON flag
         name = name.replace("_", "-") if underscores else name
@@ -62,8 +62,9 @@ def parse_all(parser: argparse.ArgumentParser, tokens: Sequence[str], *, undersc
             continue
         found, refused = _parse(parser, words, f"{name}: ")
         problems += refused
-        if not isinstance(action, argparse._AppendAction) and texts.setdefault(action.dest + flag[len(name) :], words) != words:
-            problems.append(f"{name} is given twice, as '{' '.join(texts[action.dest])}' and '{' '.join(words)}': keep one.")
+        first = texts.setdefault(action.dest + flag[len(name) :], words)
+        if first != words and not isinstance(action, argparse._AppendAction):
+            problems.append(f"{flag} is given twice, as '{' '.join(first)}' and '{' '.join(words)}': keep one.")
         known |= found
     return (known, problems) if problems else _parse(parser, list(tokens), "")
 
@@ -83,11 +84,13 @@ def _tame(parser: argparse.ArgumentParser) -> None:
 
     parser.error = refuse  # type: ignore[method-assign]
     parser.allow_abbrev = False
-    for action in parser._actions:
+    for action in list(parser._actions):
         action.default = argparse.SUPPRESS
+        if not action.option_strings:
+            parser._remove_action(action)
 
 
-def _groups(tokens: Sequence[str]) -> list[list[str]]:
+def groups(tokens: Sequence[str]) -> list[list[str]]:
     """The tokens, one list for each flag with its values."""
     groups: list[list[str]] = []
     for token in tokens:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -92,12 +93,26 @@ def _value(spec: FlagSpec, flag: str, raw: list[str]) -> Any:
     return _scalar(spec, raw[0])
 
 
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object from its pairs. ValueError when a name stands in it twice: the last one would win in silence."""
+    names = [name for name, _ in pairs]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"'{twice[0]}' stands in it twice: keep one")
+    return dict(pairs)
+
+
+def _no_number(text: str) -> float:
+    raise ValueError(f"{text} is no number")
+
+
 def _scalar(spec: FlagSpec, text: str) -> Any:
     if spec.type is dict:
         try:
-            value = json.loads(text)
+            value = json.loads(text, object_pairs_hook=_once, parse_constant=_no_number)
         except json.JSONDecodeError as error:
             raise ValueError(f"{spec.flag} takes a JSON object, got '{text}' ({error.msg} at character {error.pos}).") from None
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{spec.flag} takes a JSON object, got '{text[:200]}' ({error}).") from None
         if not isinstance(value, dict):
             raise ValueError(f"{spec.flag} takes a JSON object like '{{\"key\": 1}}', got '{text}'.")
         return value
@@ -106,9 +121,11 @@ def _scalar(spec: FlagSpec, text: str) -> Any:
             close = difflib.get_close_matches(text, spec.choices, n=1)
             hint = f" Did you mean '{close[0]}'?" if close else ""
             raise ValueError(f"{spec.flag} takes one of {', '.join(spec.choices)}; got '{text}'.{hint}")
+        if not text.strip():
+            raise ValueError(f"{spec.flag} takes a text, got an empty one: is a variable not set? Leave the flag out, or fill it in.")
         return text
     try:
-        value = spec.type(text)
+        value = spec.type(text if re.fullmatch(r"[\w.+-]+", text, re.ASCII) and "_" not in text else "no number")
     except ValueError:
         kind = {int: "a whole number", float: "a number"}[spec.type]
         raise ValueError(f"{spec.flag} takes {kind}, got '{text}'.") from None

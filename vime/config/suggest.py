@@ -66,6 +66,11 @@ class Names:
                         self._said.setdefault(name, OWNERS[owner].title)
         self._index = NameIndex(self._said)
 
+    def knows(self, flag: str) -> bool:
+        """Whether anybody has a flag of that name."""
+        name = flag.partition(".")[0]
+        return any(known in names for names in (self._said, self._refused) for known in (name, name.replace("_", "-")))
+
     def explain(self, flag: str) -> str:
         """One problem: that `flag` is unknown, and what to write instead."""
         opening = f"unknown flag {flag}"

@@ -76,7 +76,20 @@ def _all_given(argv: Sequence[str], flags: Own) -> tuple[list[Given], list[str]]
             found, wrong = read_file(path, flags)
             layers.append(found)
             problems += wrong
+    problems += _unknown_nulls([one for layer in layers for one in layer], flags)
     return layered([*layers, [one for one in typed if one.flag != CONFIG]], flags), problems
+
+
+def _unknown_nulls(given: Sequence[Given], flags: Own) -> list[str]:
+    """Problems with other owners' flags that a file sets to null: no owner is handed those, and one that is mistyped takes nothing back."""
+    nulls = [one for one in given if not one.raw and one.flag not in flags]
+    if not nulls:
+        return []
+    try:
+        names = Names(options_of(*OWNERS))
+    except ConfigError as error:
+        return error.problems
+    return [f"{names.explain(one.flag)} ({one.source})" for one in nulls if not names.knows(one.flag)]
 
 
 def _questions(tokens: OwnedTokens, model_options: list[str]) -> dict[str, list[str]]:

@@ -104,6 +104,31 @@ def test_every_value_out_of_bounds_is_reported_at_once(specs):
     assert [problem.split()[0] for problem in problems] == list(low)
 
 
+@pytest.mark.parametrize("text", ["", " "])
+def test_an_empty_text_is_refused(text):
+    for spec in SPECS:
+        if spec.type is str and not spec.choices:
+            (problem,) = parsed(spec, text).problems
+            assert problem.startswith(f"{spec.flag} takes a text, got an empty one: is a variable not set?")
+
+
+@pytest.mark.parametrize("text", ["6_4", "\u0661", " 6", "0x4", "1e3", ""])
+def test_what_only_python_reads_as_a_number_is_refused(text):
+    for spec in SPECS:
+        if spec.type is int:
+            (problem,) = parsed(spec, text).problems
+            assert problem == f"{spec.flag} takes a whole number, got '{text}'."
+
+
+@pytest.mark.parametrize(
+    ("text", "why"), [('{"a": "1", "a": "2"}', "'a' stands in it twice: keep one"), ('{"a": NaN}', "NaN is no number")]
+)
+def test_a_json_object_that_says_two_things_or_none_is_refused(text, why):
+    for spec in SPECS:
+        if spec.type is dict:
+            assert parsed(spec, text).problems == [f"{spec.flag} takes a JSON object, got '{text}' ({why})."]
+
+
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     """Flags of a valid run, as (flag, values) pairs."""
@@ -147,7 +172,7 @@ def any_value(spec):
         return st.integers(int(low), int(min(spec.le, low + 9) if spec.le is not None else low + 9)).map(lambda n: [str(n)])
     if spec.type is dict:
         return st.sampled_from([["{}"], ['{"a": "b"}'], ['{"a": 1}']])
-    one = st.sampled_from(spec.choices) if spec.choices else st.sampled_from(["x", "a.b", "", "/nowhere", "{rollout_id}", "{"])
+    one = st.sampled_from(spec.choices) if spec.choices else st.sampled_from(["x", "a.b", "/nowhere", "{rollout_id}", "{"])
     return st.lists(one, min_size=1, max_size=3 if spec.many else 1)
 
 

@@ -105,6 +105,17 @@ eps-clip = 0.30
         ("use-kl-loss: true\nno-use-kl-loss: true\n", "2: --no-use-kl-loss stands in {file}:1 already"),
         ("use-kl-loss: 1\n", "1: --use-kl-loss is a switch: true or false."),
         ("use-kl-loss: 'true'\n", "1: --use-kl-loss is a switch: true or false."),
+        ("use-kl-loss: [true]\n", "1: --use-kl-loss is a switch: true or false."),
+        ("use-kl-loss: {a: 1}\n", "1: --use-kl-loss is a switch: true or false."),
+        ("use-kl-loss: !!bool maybe\n", "1: tags like !!bool are not read: write the value alone."),
+        ("lr: !!python/object:os.system 'ls'\n", "1: tags like !!os.system are not read"),
+        ("<<: {lr: 1}\n", "1: '<<' (YAML's merge key) is not read: name several files after --config"),
+        ("training: 3\n", "1: 'training' is a section: write it 'training', and below it the flags"),
+        ("Training:\n  lr: 1\n", "1: 'Training' is a section: write it 'training'"),
+        ("vllm: true\n", "1: 'vllm' is a section"),
+        ("trainning:\n  lr: 1\n", "1: there is no section 'trainning'. Nearest: training."),
+        ('prompt-data: "a\\0b"\n', "1: the value holds the character 0"),
+        ('prompt-data: "\\ud83d"\n', "1: the value holds half a character"),
         ("\n--lr: 1\n", "2: '--lr' is no flag's name: write names without the leading dashes"),
         ("algorithm:\n  lr: 1\n", "2: --lr is of the section 'training', not of 'algorithm'"),
         ("algorithm:\n  eps-clp: 1\n", "2: the section 'algorithm' has no --eps-clp. Nearest: --eps-clip."),
@@ -129,6 +140,21 @@ def test_mistakes_in_toml_are_named(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     assert "at line 2" in problems_of(file, "lr = 1\nlr = 2\n")[0]
     assert problems_of(file, "\nuse-kl-loss = 1\n") == [f"{file}:2: --use-kl-loss is a switch: true or false."]
+
+
+def test_a_section_of_comments_alone_gives_nothing(tmp_path: Path) -> None:
+    assert tokens_of(tmp_path / "run.yaml", "training:\n  # lr: 1\nvllm:\nlr: 2\n") == ["--lr", "2"]
+
+
+def test_json_may_be_indented_with_tabs_and_write_characters_as_pairs(tmp_path: Path) -> None:
+    text = '{\n\t"lr": 1e-5,\n\t"rollout-stop": "\\ud83d\\ude00"\n}'
+    assert tokens_of(tmp_path / "run.json", text) == ["--lr", "1e-5", "--rollout-stop", "\U0001f600"]
+
+
+def test_dates_of_toml_are_text(tmp_path: Path) -> None:
+    text = "prompt-data = 2026-01-01\napply-chat-template-kwargs = {day = 2026-01-01}\n"
+    expected = ["--prompt-data", "2026-01-01", "--apply-chat-template-kwargs", '{"day": "2026-01-01"}']
+    assert tokens_of(tmp_path / "run.toml", text) == expected
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,20 @@ def test_every_mistake_is_told_and_what_is_right_is_kept() -> None:
 
 def test_a_flag_given_twice_with_the_same_value_is_no_problem() -> None:
     assert parse_all(parser(), ["--num-x", "4", "--num-x", "4"])[1] == []
+
+
+def test_one_value_too_many_is_no_positional_argument() -> None:
+    made = parser()
+    made.add_argument("model", nargs="?")
+    assert parse_all(made, ["--num-x", "4", "5"])[1] == ["--num-x: '5' is more than it takes."]
+
+
+def test_a_dotted_flag_given_twice_is_told() -> None:
+    made = argparse.ArgumentParser()
+    made.add_argument("--cfg", type=json.loads)
+    made.parse_args = lambda words: argparse.Namespace()  # type: ignore[method-assign, assignment] # one that takes dotted names
+    assert parse_all(made, ["--cfg.a", "1", "--cfg.b", "1"])[1] == []
+    assert parse_all(made, ["--cfg.a", "1", "--cfg.a", "2"])[1] == ["--cfg.a is given twice, as '--cfg.a 1' and '--cfg.a 2': keep one."]
 
 
 def test_underscores_are_dashes_where_the_parser_takes_them_so() -> None:

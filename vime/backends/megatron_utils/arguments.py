@@ -31,7 +31,7 @@ from vime.backends.megatron_utils.convert.registry import model_ops, model_shape
 from vime.backends.megatron_utils.convert.shape import ModelShape
 from vime.backends.megatron_utils.convert.shape_arguments import shape_arguments
 from vime.backends.megatron_utils.convert.transfer import check_hf_weights
-from vime.backends.megatron_utils.flags import CURES, HONOURED, NOT_YET_PREFIXES, OF_EXPERTS, VALUES
+from vime.backends.megatron_utils.flags import BOUNDS, CURES, HONOURED, NOT_YET_PREFIXES, OF_EXPERTS, VALUES
 from vime.backends.megatron_utils.layer_probe import has_transformer_engine
 from vime.backends.megatron_utils.layout import Layout
 from vime.config.fields import flag_specs
@@ -55,10 +55,18 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def parse_explicit(parser: argparse.ArgumentParser, tokens: Sequence[str]) -> tuple[dict[str, Any], argparse.Namespace, list[str]]:
-    """(what the tokens set, Megatron's defaults for all, a problem for each flag that is unknown or malformed)."""
+    """(what the tokens set, Megatron's defaults for all, a problem for each flag that is unknown, malformed or out of bounds)."""
     defaults = argparse.Namespace(**{a.dest: parser.get_default(a.dest) for a in parser._actions})
     explicit, problems = parse_all(parser, tokens)
-    return explicit, defaults, problems
+    refused = {dest: problem for dest, value in explicit.items() if (problem := _out_of_bounds(_flag_of(parser, dest), dest, value))}
+    return {dest: value for dest, value in explicit.items() if dest not in refused}, defaults, [*problems, *refused.values()]
+
+
+def _out_of_bounds(flag: str, dest: str, value: Any) -> str | None:
+    low, high = BOUNDS.get(dest, (-math.inf, math.inf))
+    numbers = [number for number in (value if isinstance(value, list) else [value]) if isinstance(number, int | float)]
+    bad = [number for number in numbers if not low <= number <= high]
+    return f"{flag} must be {f'>= {low:g}' if high == math.inf else f'from {low:g} to {high:g}'}, got {bad[0]}." if bad else None
 
 
 def _flag_of(parser: argparse.ArgumentParser, dest: str) -> str:

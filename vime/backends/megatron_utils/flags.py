@@ -5,7 +5,9 @@ Names are Megatron's destinations (attribute names). A flag that would be parsed
 
 from __future__ import annotations
 
-__all__ = ["CURES", "HONOURED", "NOT_YET_PREFIXES", "OF_EXPERTS", "VALUES"]
+import math
+
+__all__ = ["BOUNDS", "CURES", "HONOURED", "NOT_YET_PREFIXES", "OF_EXPERTS", "VALUES"]
 
 SHAPE = frozenset(
     "num_layers hidden_size ffn_hidden_size num_attention_heads group_query_attention num_query_groups kv_channels normalization "
@@ -50,6 +52,17 @@ VALUES: dict[str, tuple[tuple[str, ...], str]] = {  # (values that are honoured,
     "moe_token_dispatcher_type": (("alltoall",), "It is the one that takes as many tokens as each rank has."),
     "attention_backend": (("auto", "flash"), "Packed sequences go through flash attention (on a CPU, through torch's SDPA)."),
 }
+
+_BOUNDED = {  # (lowest, highest) -> the arguments whose values, or each of them, must lie between; Megatron's parser takes any number
+    (1, math.inf): "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size expert_model_parallel_size "
+    "expert_tensor_parallel_size num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank "
+    "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers ddp_bucket_size ddp_num_buckets recompute_num_layers "
+    "lr_decay_iters lr_wsd_decay_iters train_iters make_vocab_size_divisible_by",
+    (0, math.inf): "weight_decay start_weight_decay end_weight_decay adam_eps min_lr decoupled_lr decoupled_min_lr lr_warmup_iters "
+    "lr_warmup_init moe_aux_loss_coeff moe_z_loss_coeff moe_router_bias_update_rate",
+    (0, 1): "adam_beta1 adam_beta2 lr_warmup_fraction attention_dropout hidden_dropout",
+}
+BOUNDS: dict[str, tuple[float, float]] = {name: bounds for bounds, names in _BOUNDED.items() for name in names.split()}
 
 NOT_YET_PREFIXES: tuple[str, ...] = tuple(  # kinds of model or of training that Megatron can do and this trainer does not build yet
     "num_experts moe_ expert_ mtp_ multi_latent q_lora kv_lora qk_head qk_pos v_head mla_ mamba_ hybrid_ is_hybrid dsa_ linear_ "

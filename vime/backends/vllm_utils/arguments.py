@@ -21,9 +21,10 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from vime.config.options import Option, cache_folder, describe, parse_all, store_options
+from vime.config import options as parsing
+from vime.config.options import Option, cache_folder, describe, groups, parse_all, store_options
 from vime.config.owners import OWNERS
 
 __all__ = ["OVERRIDABLE_ROUTER", "OVERRIDABLE_VLLM", "OWNED_ROUTER", "OWNED_VLLM", "check_router", "check_vllm", "main"]
@@ -101,8 +102,8 @@ def check_vllm(tokens: Sequence[str]) -> list[str]:
     problems, rest = _owned(tokens, _vllm_refusals(), "vllm")
     if cache.accepted(rest):
         return problems
-    parser = _vllm_parser()
-    refused = _spelled(parse_all(parser, rest, underscores=True)[1], "vllm")
+    values, refused = parse_all(_vllm_parser(), rest, underscores=True)
+    refused = _spelled([*refused, *_out_of_bounds(values)], "vllm")
     if not refused:
         cache.store(rest)
     return problems + refused
@@ -121,7 +122,41 @@ def check_router(tokens: Sequence[str]) -> list[str]:
         RouterArgs.from_cli_args(_router_parser().parse_args(rest), use_router_prefix=False)._validate_router_args()
     except (ValueError, TypeError) as error:
         return [f"vllm-router refuses the --router- flags: {error}"]
+    return [problem for words in groups(rest) for problem in _unbuildable(words)]
+
+
+def _unbuildable(words: Sequence[str]) -> list[str]:
+    """What the router's compiled part says to one flag: it has the bounds. Nothing is started."""
+    from vllm_router.router import Router
+    from vllm_router.router_args import RouterArgs
+
+    try:
+        Router.from_args(RouterArgs.from_cli_args(_router_parser().parse_args(list(words)), use_router_prefix=False))
+    except (OverflowError, ValueError, TypeError) as error:
+        return [f"{' '.join([_ours(words[0], 'router'), *words[1:]])}: vllm-router refuses it: {error}."]
     return []
+
+
+def _out_of_bounds(values: Mapping[str, Any]) -> Iterator[str]:
+    """A problem for each value outside of the bounds that vLLM's configuration states; its parser does not look at them."""
+    from pydantic import TypeAdapter, ValidationError
+
+    bounded = _vllm_bounds() if values else {}
+    for dest in bounded.keys() & {name for name, value in values.items() if value is not None}:
+        try:
+            TypeAdapter(bounded[dest]).validate_python(values[dest])
+        except ValidationError as error:
+            reason = error.errors()[0]["msg"].replace("Input should", "it should")
+            yield f"--{dest.replace('_', '-')} {values[dest]}: vLLM refuses it: {reason}."
+
+
+def _vllm_bounds() -> dict[str, Any]:
+    """Destination -> annotated type, of the fields of vLLM's configuration classes that have bounds."""
+    import vllm.config
+
+    classes = (getattr(vllm.config, name) for name in vllm.config.__all__)
+    fields = [item for cls in classes for item in getattr(cls, "__pydantic_fields__", {}).items()]
+    return {name: Annotated[field.annotation, field] for name, field in reversed(fields) if field.metadata}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -226,11 +261,11 @@ def _ours(flag: str, owner: str) -> str:
 
 def _spelled(problems: Iterable[str], owner: str) -> list[str]:
     """The parser's words with the flags in the user's spelling."""
-    return [re.sub(r"(?<![\w-])--[a-z][\w-]*", lambda match: _ours(match.group(), owner), problem) for problem in problems]
+    return [re.sub(r"(?<![\w-])--[A-Za-z][\w.-]*\b", lambda match: _ours(match.group(), owner), problem) for problem in problems]
 
 
 class _Cache:
-    """Digests of the token lists that vLLM's parser accepted; valid for one state of its files."""
+    """Digests of the token lists that vLLM's parser accepted; valid for one state of its files and ours."""
 
     _KEPT = 64  # accepted token lists remembered
 
@@ -271,8 +306,9 @@ class _Cache:
             raise ModuleNotFoundError("the module vllm is not installed: run `make setup`")
         root = Path(spec.origin).parent
         files = ["_version.py", "engine/arg_utils.py", "entrypoints/launchers/cli_args.py", "utils/argparse_utils.py"]
-        stats = [(name, os.stat(root / name)) for name in files if (root / name).exists()]
-        return json.dumps([str(root), *[[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]])
+        paths = [*(root / name for name in files), *(Path(module) for module in (__file__, parsing.__file__))]
+        stats = [(str(path), path.stat()) for path in paths if path.exists()]
+        return json.dumps([[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats])
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from vime.backends.megatron_utils import arguments
 from vime.backends.megatron_utils.bootstrap import Platform
 from vime.backends.megatron_utils.convert.registry import model_ops, model_shape
+from vime.backends.megatron_utils.flags import BOUNDS, HONOURED
 from vime.config import sections as s
 from vime.config.renamed import MEGATRON
 from vime.config.run import RunConfig
@@ -139,11 +140,26 @@ def test_the_options_that_this_trainer_would_ignore_say_so() -> None:
         (["--apply-query-key-layer-scaling"], "softmax is computed in float32"),
         (["--fp16"], "float16 is not offered"),
         (["--lr-warmup-samples", "5"], "--lr-warmup-iters"),
+        (["--tensor-model-parallel-size", "0"], "must be >= 1, got 0."),
+        (["--adam-beta1", "7"], "must be from 0 to 1, got 7.0."),
+        (["--weight-decay", "nan"], "must be >= 0, got nan."),
     ],
 )
 def test_what_would_be_ignored_is_refused(tokens: list[str], message: str) -> None:
     (problem,) = arguments.check_tokens(tokens).problems
     assert message in problem
+
+
+def test_bounds_are_of_arguments_that_the_trainer_reads() -> None:
+    assert BOUNDS.keys() <= HONOURED
+
+
+@pytest.mark.parametrize("flag", ["--tensor-model-parallel-size", "--context-parallel-size", "--pipeline-model-parallel-size"])
+@pytest.mark.parametrize("size", ["0", "-1"])
+def test_a_parallel_size_that_is_none_is_one_problem(tmp_path: Path, flag: str, size: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        resolved(folder_of(tmp_path / "m"), flag, size)
+    assert raised.value.problems == [f"{flag} must be >= 1, got {size}."]
 
 
 def test_tensor_parallelism_must_divide_the_model(tmp_path: Path) -> None:

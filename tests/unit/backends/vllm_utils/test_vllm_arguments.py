@@ -5,8 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Annotated
 
 import pytest
+from pydantic import Field
 
 from vime.backends.vllm_utils import arguments
 
@@ -23,6 +25,8 @@ def test_router_flags_that_its_parser_takes_are_no_problem() -> None:
         (["--policy", "best"], "argument --router-policy: invalid choice: 'best'"),
         (["--wasm-middleware-sha256", "00"], "wasm_middleware_sha256 requires wasm_middleware"),
         (["--help"], "--router-help is set by vime itself"),
+        (["--balance-abs-threshold", "-4"], "--router-balance-abs-threshold -4: vllm-router refuses it: can't convert negative int"),
+        (["--O3"], "unknown flag --router-O3."),
     ],
 )
 def test_router_flags_that_are_wrong_are_told_in_the_users_spelling(tokens: list[str], said: str) -> None:
@@ -55,6 +59,11 @@ def test_what_vllm_accepted_once_is_remembered_and_nothing_else(monkeypatch: pyt
         return made
 
     monkeypatch.setattr(arguments, "_vllm_parser", parser)
+    monkeypatch.setattr(arguments, "_vllm_bounds", lambda: {"max_num_seqs": Annotated[int, Field(ge=1)]})
+    assert arguments.check_vllm(["--max-num-seqs", "-1"]) == [
+        "--vllm-max-num-seqs -1: vLLM refuses it: it should be greater than or equal to 1."
+    ]
+    asked.clear()
     assert arguments.check_vllm(["--max-num-seqs", "64"]) == []
     assert arguments.check_vllm(["--max-num-seqs", "64"]) == []
     assert len(asked) == 1
