@@ -121,7 +121,7 @@ def _scalar(spec: FlagSpec, text: str) -> Any:
             close = difflib.get_close_matches(text, spec.choices, n=1)
             hint = f" Did you mean '{close[0]}'?" if close else ""
             raise ValueError(f"{spec.flag} takes one of {', '.join(spec.choices)}; got '{text}'.{hint}")
-        if not text.strip():
+        if not text:
             raise ValueError(f"{spec.flag} takes a text, got an empty one: is a variable not set? Leave the flag out, or fill it in.")
         return text
     try:

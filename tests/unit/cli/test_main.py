@@ -63,3 +63,8 @@ def test_errors_are_told_without_a_traceback(
     called.raises = error
     assert cli.main(["try"]) == code
     assert said in capsys.readouterr().err
+
+
+def test_an_argument_that_is_no_text_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "--save", "\udcff"]) == 2
+    assert "is no text in UTF-8" in capsys.readouterr().err
