@@ -47,6 +47,7 @@ def cases_of(models: dict[str, str], folder: Path) -> dict[int, list[dict[str, A
             two.append({"name": f"{family}_tp2", "model": path, "tokens": tp2, **grads})
         else:
             two.append({"name": f"{family}_pp2", "model": path, "tokens": ["--pipeline-model-parallel-size", "2"], **grads})
+            two.append({"name": f"{family}_ep2", "model": path, "tokens": ["--expert-model-parallel-size", "2"], **grads})
         two.append({"name": f"{family}_sp2", "model": path, "tokens": sp2, **grads})
     path = models["qwen3"]
     more = {"model": path, "first": 2, "load": str(folder / "save_1")}

@@ -34,7 +34,7 @@ def without_times(metrics: dict[str, float]) -> dict[str, float]:
 
 
 DENSE = [(family, layout) for family in ("qwen3", "qwen2", "llama", "qwen3_5") for layout in ("tp2", "sp2")]
-OTHERS = [(family, layout) for family in ("qwen3_moe", "deepseek_v3", "qwen3_next") for layout in ("sp2", "pp2")]
+OTHERS = [(family, layout) for family in ("qwen3_moe", "deepseek_v3", "qwen3_next") for layout in ("sp2", "pp2", "ep2")]
 
 
 @pytest.mark.parametrize(("family", "layout"), [*DENSE, *OTHERS])

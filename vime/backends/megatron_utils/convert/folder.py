@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
@@ -17,6 +18,7 @@ __all__ = ["HFFolder"]
 AGAIN = "Copy or download the folder again."
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
+STACKED = re.compile(r"\.mlp\.experts\.(gate_up_proj|down_proj)$")
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")  # derived, not weights
 
 
@@ -24,13 +26,16 @@ class HFFolder:
     """The tensors of a folder by name, read one at a time. Use as a context manager.
 
     Raises CheckpointError, naming file and tensor, for whatever is torn: a missing shard, a truncated file, a tensor that
-    is missing or has another shape.
+    is missing or has another shape. Experts that are stored as one tensor a layer ([experts, 2 x size, hidden] for gates above
+    ups, [experts, hidden, size]) are read one by one, under the names that they have in other folders.
     """
 
     def __init__(self, folder: str | Path) -> None:
         self._folder = Path(folder)
-        self._file_of = self._read_names()
         self._open: dict[str, safe_open] = {}
+        self._file_of = self._read_names()
+        self._part_of: dict[str, tuple[str, int, slice]] = {}  # name -> (stored name, which expert, which of its rows)
+        self._take_stacks_apart()
 
     @property
     def names(self) -> set[str]:
@@ -43,12 +48,17 @@ class HFFolder:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor that is there."""
-        return tuple(self._handle(self._file_of[name]).get_slice(name).get_shape())
+        stored, _, rows = self._part_of.get(name, (name, 0, slice(None)))
+        found = tuple(self._handle(self._file_of[name]).get_slice(stored).get_shape())
+        return (len(range(*rows.indices(found[1]))), *found[2:]) if name in self._part_of else found
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """One tensor, on the CPU, in the dtype in which it is stored."""
         file = self.check(name, shape)
         try:
+            if name in self._part_of:
+                stored, expert, rows = self._part_of[name]
+                return self._handle(file).get_slice(stored)[expert : expert + 1, rows][0]
             return self._handle(file).get_tensor(name)
         except SafetensorError as error:
             raise CheckpointError(f"{self._folder / file} does not hold tensor '{name}' ({error}). {AGAIN}") from None
@@ -56,7 +66,7 @@ class HFFolder:
     def dtype(self, name: str) -> torch.dtype:
         """The dtype in which a tensor is stored; its data is not read. Raises CheckpointError for one that is no plain number format."""
         file = self._file_of[name]
-        kind = self._handle(file).get_slice(name).get_dtype()
+        kind = self._handle(file).get_slice(self._part_of.get(name, (name,))[0]).get_dtype()
         if kind not in DTYPES:
             raise CheckpointError(f"tensor '{name}' in {self._folder / file} is stored as {kind}: only {', '.join(DTYPES)} are read.")
         return DTYPES[kind]
@@ -67,7 +77,7 @@ class HFFolder:
         if file is None:
             raise CheckpointError(f"tensor '{name}' is missing in {self._folder} ({len(self._file_of)} others are there). {AGAIN}")
         try:
-            found = tuple(self._handle(file).get_slice(name).get_shape())
+            found = self.shape(name)
         except SafetensorError as error:
             raise CheckpointError(f"{self._folder / file} does not hold tensor '{name}' ({error}). {AGAIN}") from None
         if found != shape:
@@ -103,9 +113,22 @@ class HFFolder:
                 raise CheckpointError(f"{self._folder / file} is torn ({error}). {AGAIN}") from None
         return self._open[file]
 
+    def _take_stacks_apart(self) -> None:
+        """Name each expert of a stored stack by itself; what is carried keeps its names."""
+        for stored in [name for name in self._file_of if STACKED.search(name) and not name.startswith("mtp.")]:
+            file = self._file_of.pop(stored)
+            shape = self._handle(file).get_slice(stored).get_shape()
+            layer, _, kind = stored.rpartition(".")
+            half = shape[1] // 2
+            parts = {"down_proj": slice(None)} if kind == "down_proj" else {"gate_proj": slice(0, half), "up_proj": slice(half, None)}
+            for expert in range(shape[0]):
+                for part, rows in parts.items():
+                    name = f"{layer}.{expert}.{part}.weight"
+                    self._file_of[name] = file
+                    self._part_of[name] = (stored, expert, rows)
+
     def _read_names(self) -> dict[str, str]:
         """tensor name -> file."""
-        self._open = {}
         index = self._folder / INDEX
         if index.exists():
             try:

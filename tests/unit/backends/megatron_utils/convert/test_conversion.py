@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from vime.backends.megatron_utils.convert.folder import HFFolder
 from vime.backends.megatron_utils.convert.registry import FAMILIES, model_ops, model_shape
 from vime.backends.megatron_utils.convert.shape import ModelShape
+from vime.backends.megatron_utils.convert.transfer import check_hf_weights
 from vime.errors import CheckpointError
 
 SIZE = {
@@ -121,6 +122,24 @@ def test_a_sharded_folder_reads_like_a_single_file(tmp_path: Path) -> None:
     read_all(tmp_path / "m")
     with HFFolder(tmp_path / "m") as folder:
         assert torch.equal(folder.tensor("model.norm.weight", (32,)), tensors["model.norm.weight"])
+
+
+def test_experts_that_are_stored_as_one_tensor_are_read_one_by_one(tmp_path: Path) -> None:
+    shape, tensors = write_folder(tmp_path / "m", "Qwen3_5MoeForCausalLM")
+    stacked = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    for layer in range(2):
+        start = f"model.layers.{layer}.mlp.experts."
+        both = [torch.cat([tensors[f"{start}{i}.gate_proj.weight"], tensors[f"{start}{i}.up_proj.weight"]]) for i in range(4)]
+        stacked[start + "gate_up_proj"] = torch.stack(both)
+        stacked[start + "down_proj"] = torch.stack([tensors[f"{start}{i}.down_proj.weight"] for i in range(4)])
+    save_file(stacked, str(tmp_path / "m" / "model.safetensors"))
+    check_hf_weights(tmp_path / "m", model_ops(shape, 128), shape)
+    with HFFolder(tmp_path / "m") as folder:
+        assert folder.names == set(tensors)
+        assert all(torch.equal(folder.tensor(name, tuple(tensor.shape)), tensor) for name, tensor in tensors.items())
+        assert folder.dtype("model.layers.0.mlp.experts.3.up_proj.weight") == torch.float32
+        with pytest.raises(CheckpointError, match=r"'model\.layers\.0\.mlp\.experts\.4\.up_proj\.weight' is missing"):
+            folder.tensor("model.layers.0.mlp.experts.4.up_proj.weight", (24, 32))
 
 
 def break_config(path: Path) -> None:
