@@ -26,11 +26,12 @@ SIZES = {
     "chunk": "--num-layers-per-virtual-pipeline-stage",
     "first": "--decoder-first-pipeline-num-layers",
 }
-MODELS = ("deep", "deep_untied", "qwen3_moe")
+MODELS = ("deep", "deep_untied", "qwen3_moe", "deepseek_v3")
 LAYOUTS = {  # processes -> model -> layouts; "sp" is tensor and sequence parallelism
     2: {
         "deep": ["pp2", "pp2 chunk1", "cp2", "pp2 first1"],
         "deep_untied": ["pp2", "cp2"],
+        "deepseek_v3": ["cp2 ep2"],
         "qwen3_moe": ["dp2", "ep2", "sp2", "pp2", "cp2", "cp2 ep2", "sp2 ep2 etp1"],
     },
     4: {

@@ -8,6 +8,7 @@ import torch
 
 from vime.backends.megatron_utils.attention import shard_attention
 from vime.backends.megatron_utils.context_shard import ContextShard, context_shard
+from vime.backends.megatron_utils.packed_params import packed_params, shard_params
 from vime.packing.pack import PackedBatch, pack
 from vime.types import StepPlan, TrainSample
 
@@ -80,3 +81,12 @@ def test_attention_of_the_ranks_together_is_that_of_the_whole() -> None:
         row = [x[a:b].transpose(0, 1)[None] for x in (q, k, v)]
         expected = torch.nn.functional.scaled_dot_product_attention(*row, is_causal=True, scale=0.3, enable_gqa=True)
         torch.testing.assert_close(out[a:b], expected[0].transpose(0, 1), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("thd", [False, True])
+def test_several_sequences_never_look_like_one_to_megatrons_rotary_embedding(thd: bool) -> None:
+    """It takes positions as absolute over the pack where the longest sequence is as long as the pack."""
+    batch = packed()
+    whole, part = packed_params(batch, thd=thd), shard_params(shards(2)[0], thd=thd)
+    assert whole.max_seqlen_q < int(whole.cu_seqlens_q[-1])
+    assert part.max_seqlen_q < int(part.cu_seqlens_q[-1])
