@@ -28,6 +28,8 @@ from vime.utils.arguments import parse_args
 
 __all__ = ["dry_run", "main", "plan_options", "show", "with_own_options"]
 
+MOST = 10**9  # of any number that the plan is given
+MOST_PROCESSES = 4096  # the plan lists each of them
 OPTIONS: dict[str, tuple[type, str]] = {  # flag -> (type, help); the names of PlanOptions
     "--gpu": (str, f"which GPU the run gets: {', '.join(GPUS)} [H200]"),
     "--device-memory": (float, "GiB of one GPU (on a CPU: of the machine); default: the GPU's, or this machine's"),
@@ -85,6 +87,12 @@ def dry_run(config: RunConfig) -> int:
 
 def show(config: RunConfig, options: PlanOptions, *, as_program: bool, not_runnable: Sequence[str]) -> int:
     """Print the plan; 0 when it fits, 2 when not."""
+    processes = config.actor_world_size + config.num_engines
+    if processes > MOST_PROCESSES:
+        raise ConfigError(
+            f"the plan is of at most {MOST_PROCESSES} processes, this would be {processes}: see --actor-num-nodes, "
+            "--actor-num-gpus-per-node, --rollout-num-gpus."
+        )
     settings = settings_of(config, options)
     plan = make_plan(settings, exports=config.checkpoint.save_hf is not None, saves=config.checkpoint.save is not None)
     unbuilt = {spec.flag for cls in SECTIONS.values() for spec in flag_specs(cls) if spec.not_yet is not None}
@@ -107,10 +115,14 @@ def plan_options(argv: Sequence[str]) -> tuple[PlanOptions, bool, list[str]]:
         if flag not in OPTIONS:
             rest.append(token)
             continue
+        name = flag[2:].replace("-", "_")
         try:
-            values[flag[2:].replace("-", "_")] = _value(flag, value if equals else next(tokens, None))
+            new = _value(flag, value if equals else next(tokens, None))
         except ValueError as error:
             problems.append(str(error))
+            continue
+        if values.setdefault(name, new) != new:
+            problems.append(f"{flag} is given twice, as '{values[name]}' and '{new}': keep one.")
     if problems:
         raise ConfigError(*problems)
     return PlanOptions(**values), "--json" in rest, [token for token in rest if token != "--json"]
@@ -128,6 +140,6 @@ def _value(flag: str, text: str | None) -> Any:
         number = kind(text)
     except ValueError:
         raise ValueError(f"{flag} takes a {'whole ' if kind is int else ''}number, got '{text}'.") from None
-    if not 0 < number < float("inf"):
-        raise ValueError(f"{flag} must be above 0, got {text}.")
+    if not 0 < number <= MOST:
+        raise ValueError(f"{flag} must be above 0 and at most {MOST:g}, got {text}.")
     return number

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vime.config.model_file import malformed
 from vime.errors import CheckpointError
 
 __all__ = ["KNOWN", "Delta", "Latent", "LayerSize", "MoE", "ModelSize", "model_size", "read_model"]
@@ -151,9 +153,7 @@ class ModelSize:
     @property
     def parameters(self) -> int:
         """Of the whole model, without vocabulary padding."""
-        layers = [self.layer(i) for i in range(self.layers)]
-        inside = sum(x.split + x.whole + x.expert for x in layers)
-        return inside + self.hidden + self.vocab * self.hidden * (1 if self.tied else 2)
+        return _inside(self) + self.hidden + self.vocab * self.hidden * (1 if self.tied else 2)
 
     @property
     def active_parameters(self) -> int:
@@ -162,6 +162,13 @@ class ModelSize:
             return self.parameters
         idle = self.moe.experts - self.moe.chosen
         return self.parameters - len(self.moe.layers) * idle * 3 * self.hidden * self.moe.ffn
+
+
+@functools.lru_cache(maxsize=64)  # the search for settings that fit asks very often
+def _inside(model: ModelSize) -> int:
+    """Parameters of all layers."""
+    layers = [model.layer(i) for i in range(model.layers)]
+    return sum(x.split + x.whole + x.expert for x in layers)
 
 
 def read_model(folder: str | Path) -> ModelSize:
@@ -175,6 +182,8 @@ def read_model(folder: str | Path) -> ModelSize:
         ) from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON ({error}). Copy or download it again.") from None
+    if problem := malformed(config):
+        raise CheckpointError(f"{path}: {problem}. Copy or download it again.")
     return model_size(config, str(path))
 
 
@@ -184,7 +193,8 @@ def model_size(config: Mapping[str, Any], path: str = "config.json") -> ModelSiz
     if names[0] not in KNOWN:
         raise CheckpointError(f"{path}: the size of {names[0]} is not known to the plan. Known are {', '.join(sorted(KNOWN))}.")
     try:
-        whole = {**config, **config.get("text_config", {})}  # of a model that also sees images, the part that reads and writes
+        whole = {**config, **(config.get("text_config") or {})}  # of a model that also sees images, the part that reads and writes
+        whole = {key: value for key, value in whole.items() if value is not None}
         return _size(whole, names[0], tied=bool(config.get("tie_word_embeddings", whole.get("tie_word_embeddings", False))))
     except KeyError as error:
         raise CheckpointError(f"{path} lacks {error}, which {names[0]} needs. Copy or download it again.") from None

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from vime.config.model_file import malformed
 from vime.errors import CheckpointError
 
 __all__ = ["Fields", "read_config"]
@@ -89,6 +90,6 @@ def read_config(folder: str | Path) -> Fields:
         raise CheckpointError(f"{path} is missing: the folder is no complete Hugging Face model. Copy or download it again.") from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON ({error}). Copy or download the folder again.") from None
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{path} holds {type(config).__name__}, expected a JSON object. Copy or download the folder again.")
+    if problem := malformed(config):
+        raise CheckpointError(f"{path}: {problem}. Copy or download the folder again.")
     return Fields(config, str(path))
