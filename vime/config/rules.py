@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterator
 from vime.config.algorithm_rules import algorithm_rules
 from vime.config.availability import not_available, set_flags
 from vime.config.effects import find_unused
+from vime.config.megatron_rules import megatron_rules
 from vime.config.prompt_sources import split_slice, split_sources
 from vime.config.run import RunConfig
 from vime.config.sections import DATA_SOURCE, ROLLOUT_FUNCTION, SFT_FUNCTION
@@ -194,4 +195,4 @@ def _template_problem(template: str) -> str | None:
     return "only {rollout_id} can be filled in."
 
 
-_RULES = (_placement, _batches, algorithm_rules, _rollout, _determinism, _evaluation, _files)
+_RULES = (_placement, _batches, algorithm_rules, megatron_rules, _rollout, _determinism, _evaluation, _files)

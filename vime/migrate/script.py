@@ -53,7 +53,10 @@ class Script:
 def read_script(path: str) -> Script:
     """Read `path`. Raises ConfigError when it cannot be read, is no shell script, or starts no training."""
     reader = _Reader(path)
-    reader.read(path)
+    try:
+        reader.read(path)
+    except RecursionError:
+        raise ConfigError(f"{path}: something in it is nested too deeply to be read: write it flat.") from None
     if reader.script.launch is None:
         raise ConfigError(
             f"{path}: no command that runs train.py or train_async.py was found. Give the script whose last lines start the training."

@@ -37,6 +37,17 @@ def test_all_wrong_options_are_told_at_once() -> None:
     assert "Known are H200" in caught.value.problems[0]
 
 
+def test_an_option_given_twice_is_told() -> None:
+    with pytest.raises(ConfigError, match="--gpu is given twice, as 'H100' and 'A100'"):
+        plan_options(["--gpu", "h100", "--gpu", "A100"])
+    assert plan_options(["--gpu", "h100", "--gpu", "H100"])[0].gpu == "H100"
+
+
+def test_more_processes_than_can_be_listed_are_refused(config: RunConfig) -> None:
+    with pytest.raises(ConfigError, match="at most 4096 processes, this would be"):
+        show(change(config, rollout_num_gpus=10**9), PlanOptions(), as_program=False, not_runnable=[])
+
+
 def test_its_options_are_nobody_elses() -> None:
     assert not set(OPTIONS) & set(flag_table())
 

@@ -205,3 +205,8 @@ def test_what_is_no_launch_script_is_refused(tmp_path: Path, name: str, text: st
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none\.sh"):
         read_script(str(tmp_path / "none.sh"))
+
+
+def test_a_script_that_is_nested_without_end_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nested too deeply"):
+        read(tmp_path, LAUNCH + ' "${A:-' * 5000 + "1" + '}"' * 5000)

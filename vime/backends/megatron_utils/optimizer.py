@@ -15,10 +15,11 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from vime.backends.megatron_utils.adam import use_fused_layout_adam
+from vime.config.megatron_rules import planned_steps
 from vime.config.sections import DataConfig
 from vime.errors import ConfigError
 
-__all__ = ["build_optimizer", "build_schedule", "planned_steps", "wrap_data_parallel"]
+__all__ = ["build_optimizer", "build_schedule", "wrap_data_parallel"]
 
 
 def wrap_data_parallel(
@@ -56,15 +57,6 @@ def build_optimizer(args: argparse.Namespace, config: TransformerConfig, chunks:
     optimizer = get_megatron_optimizer(optimizer_config, list(chunks), get_standard_config_overrides(config=optimizer_config))
     config.grad_scale_func = None
     return optimizer
-
-
-def planned_steps(data: DataConfig) -> int | None:
-    """Optimizer steps of the whole run, or None when --num-rollout does not say."""
-    if data.num_rollout is None:
-        return None
-    rollouts = (data.rollout_batch_size or 1) * data.n_samples_per_prompt
-    per_rollout = data.num_steps_per_rollout or max(1, round(rollouts / data.global_batch_size) if data.global_batch_size else 1)
-    return data.num_rollout * per_rollout
 
 
 def build_schedule(args: argparse.Namespace, data: DataConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:

@@ -103,7 +103,7 @@ class RolloutConfig:
     rollout_max_response_len: int = opt(1024, "Most tokens generated for one response.", ge=1)
     rollout_skip_special_tokens: bool = opt(False, "Leave special tokens out of Sample.response.")
     rollout_stop: list[str] = opt([], "Stop strings.", many=True, type=str)
-    rollout_stop_token_ids: list[int] = opt([], "Stop token ids.", many=True, type=int)
+    rollout_stop_token_ids: list[int] = opt([], "Stop token ids.", many=True, type=int, ge=0)
     over_sampling_batch_size: int | None = opt(
         None, "Prompts fetched at a time while a batch is filled; default: as many as are missing.", type=int, ge=1
     )
