@@ -16,6 +16,7 @@ from typing import Any
 
 from vime.config import SECTIONS, RunConfig
 from vime.config.fields import flag_specs
+from vime.config.help import topic_text
 from vime.errors import ConfigError, VimeError
 from vime.hooks import check_all
 from vime.plan.devices import GPUS
@@ -48,6 +49,9 @@ def main(argv: Sequence[str]) -> int:
     """Plan the run that `argv` describes; also what is not runnable yet can be planned."""
     if "--help" in argv or "-h" in argv:
         print(USAGE)
+        return 0
+    if topics := [token.removeprefix("--help=") for token in argv if token.startswith("--help=")]:
+        print(topic_text(topics[0]))
         return 0
     options, as_program, flags = plan_options(argv)
     with ThreadPoolExecutor(max_workers=2) as pool:  # each waits for the owners' parsers, which are processes of their own

@@ -43,7 +43,7 @@ def owner_of(flag: str, own_flags: Collection[str]) -> str:
     """Whose a flag is: "own", "megatron", "vllm" or "router"."""
     if flag in own_flags:
         return "own"
-    return next((owner for prefix, owner in _PREFIXES.items() if flag.startswith(prefix)), "megatron")
+    return next((owner for prefix, owner in _PREFIXES.items() if flag.startswith(prefix) and flag != prefix), "megatron")
 
 
 def by_owner(given: Iterable[Given], own_flags: Collection[str]) -> OwnedTokens:

@@ -37,6 +37,11 @@ def test_all_wrong_options_are_told_at_once() -> None:
     assert "Known are H200" in caught.value.problems[0]
 
 
+def test_help_on_a_topic_is_that_of_train(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help=--lr"]) == 0
+    assert "--lr FLOAT" in capsys.readouterr().out
+
+
 def test_an_option_given_twice_is_told() -> None:
     with pytest.raises(ConfigError, match="--gpu is given twice, as 'H100' and 'A100'"):
         plan_options(["--gpu", "h100", "--gpu", "A100"])

@@ -5,7 +5,7 @@ import pytest
 from vime.config import RunConfig
 from vime.config.names import NameIndex
 from vime.config.parse import own_flags, parse_own
-from vime.config.split import OwnedTokens, by_owner, read_tokens
+from vime.config.split import OwnedTokens, by_owner, owner_of, read_tokens
 
 REQUIRED = [("--rollout-batch-size", ["4"])]
 
@@ -131,3 +131,7 @@ def test_args_view_is_flat_and_read_only():
         args.lr = 3
     with pytest.raises(AttributeError, match="args has no 'learning_rate'"):
         _ = args.learning_rate
+
+
+def test_a_prefix_alone_is_no_flag_of_its_owner() -> None:
+    assert [owner_of(flag, ()) for flag in ("--vllm-", "--router-", "--vllm-x", "--router-x")] == ["megatron", "megatron", "vllm", "router"]
