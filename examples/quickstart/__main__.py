@@ -30,6 +30,8 @@ def main() -> int:
     parser.add_argument("--show", action="store_true", help="print the two training commands and stop")
     parser.add_argument("--steps", type=int, default=GRPO_STEPS, help="GRPO steps (default: %(default)s)")
     arguments = parser.parse_args()
+    if arguments.steps < 1:
+        parser.error(f"--steps takes 1 or more, got {arguments.steps}")
     folder: Path = arguments.folder
     stages = [("supervised start", sft_flags(folder), folder / "sft" / "hf"), ("GRPO", grpo_flags(folder, arguments.steps), folder / "hf")]
     if arguments.show:

@@ -37,7 +37,7 @@ def grpo_flags(folder: Path, steps: int = GRPO_STEPS) -> list[str]:
         *("--rollout-max-response-len", "8", "--rollout-max-context-len", "48", "--rollout-skip-special-tokens"),
         *("--eval-prompt-data", "heldout", str(folder / "assets" / "heldout.jsonl"), "--eval-interval", "10", "--eval-temperature", "0"),
         *("--use-dynamic-batch-size", "--max-tokens-per-gpu", "8192"),
-        *("--lr", "3e-4", "--lr-warmup-iters", "5", *_ADAM),
+        *("--lr", "3e-4", "--lr-warmup-iters", str(min(5, steps - 1)), *_ADAM),  # shorter when the run is
         *("--save", str(folder / "grpo"), "--save-interval", "20", "--save-hf", str(folder / "hf"), "--use-tensorboard"),
     ]
 
