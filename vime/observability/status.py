@@ -56,7 +56,7 @@ class Status:
 
 _SHOWN = (
     ("rollout/raw_reward", "reward", ".3f"),
-    ("train/loss", "loss", ".4f"),
+    ("train/loss", "loss", "z.4f"),
     ("train/grad_norm", "grad", ".2f"),
     ("train/train_rollout_logprob_abs_diff", "mismatch", ".1e"),
     ("perf/tokens_per_second", "tok/s", ".0f"),
