@@ -64,7 +64,7 @@ class RunRecord:
         if version == self._first:
             self.status.say(
                 f"weights sent: {report.num_tensors} tensors, {report.num_bytes / 1e6:.1f} MB in {report.seconds:.2f} s "
-                f"({report.num_bytes / 1e6 / report.seconds:.0f} MB/s); "
+                f"({report.gigabytes_per_second * 1e3:.0f} MB/s); "
                 f"proof: engines and trainer differ by {report.proof_max_abs_diff:.1e} at most"
             )
 
