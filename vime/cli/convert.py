@@ -42,6 +42,7 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError("--hf-checkpoint and --shard-size have no effect with --to megatron: SOURCE is the Hugging Face folder.")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is loaded: the work is reading and writing
     logging.getLogger("vime").setLevel(logging.WARNING)
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it warns of a compiler for GPUs without a GPU
     from vime.backends.megatron_utils.convert import checkpoint
     from vime.backends.megatron_utils.convert.writer import DEFAULT_SHARD_BYTES
 

@@ -7,6 +7,7 @@ whether a command line is right is always asked of the parser itself.
 from __future__ import annotations
 
 import argparse
+import enum
 import json
 import os
 import re
@@ -110,7 +111,7 @@ def describe(parser: argparse.ArgumentParser, notes: Mapping[str, str]) -> list[
         if not flags or action.help is argparse.SUPPRESS:
             continue
         default = action.default
-        shown = "" if default in (None, argparse.SUPPRESS, [], {}) or action.nargs == 0 else str(getattr(default, "value", default))
+        shown = "" if default in (None, argparse.SUPPRESS, [], {}) or action.nargs == 0 else _word(default)
         options.append(
             Option(
                 flags=flags,
@@ -128,10 +129,17 @@ def _takes(action: argparse.Action) -> str:
     if action.nargs == 0:
         return ""
     if action.choices is not None:
-        word = "{" + ",".join(str(getattr(choice, "value", choice)) for choice in action.choices) + "}"
+        word = "{" + ",".join(map(_word, action.choices)) + "}"
     else:
         word = {int: "INT", float: "FLOAT"}.get(action.type, "TEXT")  # type: ignore[call-overload]
     return f"{word} ..." if action.nargs in ("*", "+") or isinstance(action.nargs, int) else word
+
+
+def _word(value: object) -> str:
+    """As it is typed: of an enumeration the text that stands for a member, else the member's name."""
+    if isinstance(value, enum.Enum):
+        return value.value if isinstance(value.value, str) else value.name
+    return str(value)
 
 
 def cache_folder() -> Path:

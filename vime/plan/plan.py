@@ -119,7 +119,8 @@ def engine_advice(s: Settings) -> str:
     """Which --rollout-num-gpus-per-engine is right, and why."""
     total = s.rollout_gpus
     if s.cpu:
-        return "--rollout-num-gpus-per-engine 1: on a CPU an engine has one worker; more engines share the work."
+        keep = "right as it is" if s.engine_gpus == 1 else f"better than {s.engine_gpus}"
+        return f"--rollout-num-gpus-per-engine 1 is {keep}: on a CPU an engine has one worker; more engines share the work."
     for gpus in (1, 2, 4, 8, 16):
         if total % gpus:
             continue

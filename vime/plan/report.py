@@ -80,8 +80,8 @@ def _footprint(footprint: Footprint) -> dict[str, Any]:
 
 def _head(plan: Plan) -> Iterator[str]:
     s = plan.settings
-    active = "" if s.model.moe is None else f", {s.model.active_parameters / 1e9:.2f} B active"
-    yield f"{s.model.architecture}, {s.model.parameters / 1e9:.3f} B parameters{active}; {_sized(s.machine.device_bytes)} {_device(plan)}"
+    active = "" if s.model.moe is None else f", {_count(s.model.active_parameters)} active"
+    yield f"{s.model.architecture}, {_count(s.model.parameters)} parameters{active}; {_sized(s.machine.device_bytes)} {_device(plan)}"
     if s.trains:
         parts = [("TP", s.tensor), ("CP", s.context), ("PP", s.pipeline), ("DP", s.data)]
         if s.model.moe is not None:
@@ -176,6 +176,10 @@ def _assumed(plan: Plan) -> Iterator[str]:
     yield "assumed"
     yield f"  prompts of {s.mean_prompt} and responses of {s.mean_response} tokens in the mean (--mean-prompt-len, --mean-response-len)"
     yield f"  samples of {s.longest} tokens at most; experts are used evenly" if s.model.moe else f"  samples of {s.longest} tokens at most"
+
+
+def _count(number: float) -> str:
+    return f"{number / 1e9:.2f} B" if number >= 1e9 else f"{number / 1e6:.1f} M"
 
 
 def _sized(num_bytes: float) -> str:

@@ -68,10 +68,20 @@ def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(flag in shown for flag in OPTIONS)
 
 
+def test_a_small_model_is_counted_in_millions_and_a_cpu_has_engines_of_one(
+    config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config_json("qwen3-0.6b")))
+    show(change(config, device="cpu", actor_num_gpus_per_node=1), PlanOptions(), as_program=False, not_runnable=[])
+    shown = capsys.readouterr().out
+    assert "Qwen3ForCausalLM, 596.0 M parameters;" in shown
+    assert "--rollout-num-gpus-per-engine 1 is right as it is: on a CPU" in shown
+
+
 def test_a_plan_that_fits_exits_0_and_says_everything(config: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:
     assert show(config, PlanOptions(), as_program=False, not_runnable=["--device cuda is not available yet: use cpu."]) == 0
     shown = capsys.readouterr().out
-    assert "LlamaForCausalLM, 8.030 B parameters; 139.80 GiB a GPU (H200), 8 a node" in shown
+    assert "LlamaForCausalLM, 8.03 B parameters; 139.80 GiB a GPU (H200), 8 a node" in shown
     for word in (
         "... to trainer 7",
         "KV cache of one engine",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import enum
 import json
 from pathlib import Path
 
@@ -70,6 +71,17 @@ def test_options_are_described_with_what_they_take() -> None:
     assert found["--num-x"].help == "How many (default: 3), 5% more."
     assert (found["--words"].takes, found["--words"].note) == ("{a,b} ...", "no words here")
     assert (found["--on"].flags, found["--on"].takes) == (("--on", "--no-on"), "")
+
+
+def test_members_of_an_enumeration_are_described_as_they_are_typed() -> None:
+    numbers = enum.Enum("numbers", {"flash": 1, "auto": 2})
+    texts = enum.Enum("texts", {"SHORT": "short"})
+    made = argparse.ArgumentParser()
+    made.add_argument("--backend", choices=list(numbers), default=numbers.auto)
+    made.add_argument("--form", choices=list(texts), default=texts.SHORT)
+    _, backend, form = describe(made, {})
+    assert (backend.takes, backend.default) == ("{flash,auto}", "auto")
+    assert (form.takes, form.default) == ("{short}", "short")
 
 
 def test_options_are_remembered_for_one_state_of_the_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
