@@ -10,6 +10,7 @@ from vime.observability.metrics import read_metrics
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.ticker import MaxNLocator
 
 __all__ = ["plot_rewards"]
 
@@ -29,8 +30,9 @@ def plot_rewards(metrics_path: Path, out: Path) -> bool:
         axes.plot([step + 1 for step in steps], values, color="#c2410c", marker="o", markersize=4, label=f"{name[5:]} (held out)")
     axes.set_xlabel("training steps done")
     axes.set_ylabel("mean reward")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
-    axes.legend(loc="lower right")
+    axes.legend()
     figure.tight_layout()
     figure.savefig(out)
     plt.close(figure)

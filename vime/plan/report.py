@@ -121,8 +121,9 @@ def _memory(plan: Plan) -> Iterator[str]:
     for footprint in [*plan.devices, *plan.hosts]:
         room = "" if footprint.capacity is None else f" of {_sized(footprint.capacity)}"
         each = " each" if footprint.count > 1 else ""
+        when = f", in {footprint.peak_phase}" if len(footprint.phases) > 1 else ""
         verdict = "  <- TOO MUCH" if footprint.excess else ""
-        yield f"{footprint.where} ({footprint.what}): peak {_sized(footprint.peak)}{room}{each}, in {footprint.peak_phase}{verdict}"
+        yield f"{footprint.where} ({footprint.what}): peak {_sized(footprint.peak)}{room}{each}{when}{verdict}"
         yield from _table(footprint)
     parts = ", ".join(f"{name} {_sized(size)}" for name, size in plan.shared_memory.items())
     yield f"/dev/shm of a node: {parts}"
