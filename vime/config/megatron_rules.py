@@ -62,5 +62,10 @@ def _lengths(config: RunConfig) -> Iterator[str]:
     if positions and context is not None and context > positions:
         yield f"--rollout-max-context-len {context} is more than the {positions} positions of the model (config.json): lower it."
     response = rollout.rollout_max_response_len
+    if positions and context is None and "rollout_max_response_len" in config.given and response >= positions:
+        yield (
+            f"--rollout-max-response-len {response} leaves no room for a prompt in the {positions} positions of the model (config.json): "
+            "lower it."
+        )
     if context is not None and "rollout_max_response_len" in config.given and response >= context:
         yield f"--rollout-max-response-len {response} leaves no room for a prompt in --rollout-max-context-len {context}: lower it."

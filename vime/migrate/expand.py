@@ -14,6 +14,9 @@ from vime.migrate.values import Opaque, Piece, Reference, Value, literal
 
 __all__ = ["ARGUMENTS", "Item", "Variables"]
 
+MOST_TEXT = 1_000_000  # characters of a variable: one that grows by itself is not followed further
+MOST_WORDS = 10_000  # of an array
+
 ARGUMENTS = Reference("@", None, "the script's own arguments")  # "$@"
 
 _BODY = re.compile(r"(?P<name>[A-Za-z_]\w*|[0-9]+|[@*#?$!-])(?P<index>\[[^\]]*\])?(?P<op>:?[-=?+])?(?P<rest>.*)", re.DOTALL)
@@ -67,6 +70,9 @@ class Variables:
         """NAME=value or NAME+=value."""
         before = self._named(name).pieces if append else ()
         self.arrays.pop(name, None)
+        if sum(map(_size, before)) + sum(map(_size, value.pieces)) > MOST_TEXT:
+            self.forget(name, f"longer than {MOST_TEXT} characters ({self.place})")
+            return
         self.scalars[name] = Value.of([*before, *value.pieces])
 
     def assign_array(self, array: Array, line_of: str) -> None:
@@ -76,7 +82,12 @@ class Variables:
             for word in array.words
             for item in self.words(word)
         ]
-        self.arrays[array.name] = (self.arrays.get(array.name, []) if array.append else []) + items
+        whole = (self.arrays.get(array.name, []) if array.append else []) + items
+        if len(whole) > MOST_WORDS:
+            self.arrays.pop(array.name, None)
+            self.forget(array.name, f"of more than {MOST_WORDS} words ({self.place})")
+            return
+        self.arrays[array.name] = whole
         self.scalars.pop(array.name, None)
 
     def forget(self, name: str, why: str) -> None:
@@ -208,3 +219,7 @@ def _whole(node: ast.expr) -> int:
         raise SyntaxError("not a sum")
     quotient = abs(left) // abs(right) * (1 if (left < 0) == (right < 0) else -1)
     return quotient if isinstance(node.op, ast.Div) else left - quotient * right
+
+
+def _size(piece: Piece) -> int:
+    return len(piece) if isinstance(piece, str) else 1

@@ -55,6 +55,10 @@ def test_lengths_are_held_against_the_models_positions(tmp_path: Path) -> None:
     (problem,) = said(tmp_path, ours=lengths, given=given)
     assert problem.startswith("--rollout-max-response-len 64 leaves no room for a prompt in --rollout-max-context-len 64")
     assert said(tmp_path, ours=lengths | {"rollout_max_context_len": 65}, given=given) == []
+    alone = {"rollout_max_response_len": 64}
+    (problem,) = said(tmp_path, ours=alone, given=given, max_position_embeddings=64)
+    assert problem.startswith("--rollout-max-response-len 64 leaves no room for a prompt in the 64 positions of the model")
+    assert said(tmp_path, ours=alone, given=given, max_position_embeddings=65) == []
 
 
 def test_steps_are_those_of_all_rollouts(tmp_path: Path) -> None:

@@ -144,6 +144,9 @@ def test_a_sourced_file_that_is_not_there_is_reported_and_its_arrays_are_missed(
         ("[ -z x ] && N=1", "set inside the condition of line 1"),
         ("test -f x ||\n  N=1", "set inside the condition of line 1"),
         ("N[3]=1", "set element by element (line 1)"),
+        ("N=12345678\n" + "N=$N$N\n" * 17, "longer than 1000000 characters (line 18)"),
+        ("N=12345678\n" + "N+=$N\n" * 17, "longer than 1000000 characters (line 18)"),
+        ("N=(1 2 3)\n" + 'N=("${N[@]}" "${N[@]}")\n' * 12, "of more than 10000 words (line 13)"),
     ],
 )
 def test_a_variable_that_the_script_computes_is_never_guessed(tmp_path: Path, text: str, why: str) -> None:
