@@ -43,7 +43,7 @@ def train_commands() -> list[tuple[str, list[str]]]:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_assets(tmp_path_factory.mktemp("assets"), AssetSpec())["model"]
+    return make_assets(tmp_path_factory.mktemp("assets"), AssetSpec(max_positions=32768))["model"]
 
 
 @pytest.mark.parametrize(("place", "flags"), train_commands(), ids=[place for place, _ in train_commands()])
