@@ -223,8 +223,9 @@ def hook_failed(flag: str, path: str, function: Any, error: BaseException) -> Ho
 
 def _locate(path: str, flag: str) -> Any:
     module_name, _, attribute = path.rpartition(".")
-    if not module_name or not attribute:
-        raise HookError(f"{flag} {path}: not of the form package.module.name.")
+    if not module_name or not attribute or "/" in path:
+        what = "it is a file's path, " if "/" in path else ""
+        raise HookError(f"{flag} {path}: {what}not of the form package.module.name.")
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -253,8 +254,8 @@ def _near_module(missing: str) -> str:
 
 
 def _nearest(name: str, names: list[str]) -> str:
-    near = difflib.get_close_matches(name, names, n=3)
-    return f"; did you mean {' or '.join(repr(n) for n in near)}?" if near else ""
+    near = difflib.get_close_matches(name, names, n=3, cutoff=0.75)
+    return f" (nearest: {', '.join(repr(n) for n in near)})" if near else ""
 
 
 def _mismatch(target: Any, spec: HookKind) -> str:

@@ -156,10 +156,11 @@ def test_a_wrong_signature_is_refused_with_the_flag_the_path_what_was_found_and_
 @pytest.mark.parametrize(
     ("path", "said"),
     [
-        ("justaname", "not of the form package.module.name"),
-        ("vime.rolout.vllm_rollout.generate", "no module 'vime.rolout'; did you mean 'rollout'?"),
-        ("vime.rollout.vllm_rolout.generate", "no module 'vime.rollout.vllm_rolout'; did you mean 'vllm_rollout'"),
-        ("vime.rollout.vllm_rollout.generat", "has no 'generat'; did you mean 'generate'"),
+        ("justaname", "justaname: not of the form package.module.name"),
+        ("my/rewards.py", "it is a file's path, not of the form package.module.name"),
+        ("vime.rolout.vllm_rollout.generate", "no module 'vime.rolout' (nearest: 'rollout'). Is its folder on PYTHONPATH?"),
+        ("vime.rollout.vllm_rolout.generate", "no module 'vime.rollout.vllm_rolout' (nearest: 'vllm_rollout')"),
+        ("vime.rollout.vllm_rollout.generat", "has no 'generat' (nearest: 'generate')."),
         ("vime.errors.inner.fn", "no module 'vime.errors.inner' ('vime.errors' is a module, not a package)"),
         ("surely_not_installed_anywhere.fn", "no module 'surely_not_installed_anywhere'"),
     ],
