@@ -66,9 +66,13 @@ def parse_args(argv: Sequence[str] | None = None, *, planned: bool = False) -> R
 
 
 def _all_given(argv: Sequence[str], flags: Own) -> tuple[list[Given], list[str]]:
-    """(what files and command line give, later ones over earlier ones, problems in reading them)."""
+    """(what files and command line give, later ones over earlier ones, problems in reading them).
+
+    Raises ConfigError when nothing could be read of a file: what it holds would be said to be missing.
+    """
     typed, problems = read_tokens(argv, NameIndex([*flags, CONFIG]))
     layers: list[list[Given]] = []
+    unread = False
     for one in typed:
         if one.flag == CONFIG and not one.values:
             problems.append(f"{CONFIG} takes one or more files, got none.")
@@ -76,6 +80,9 @@ def _all_given(argv: Sequence[str], flags: Own) -> tuple[list[Given], list[str]]
             found, wrong = read_file(path, flags)
             layers.append(found)
             problems += wrong
+            unread |= bool(wrong) and not found
+    if unread:
+        raise ConfigError(*problems)
     problems += _unknown_nulls([one for layer in layers for one in layer], flags)
     return layered([*layers, [one for one in typed if one.flag != CONFIG]], flags), problems
 

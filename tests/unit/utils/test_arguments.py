@@ -8,6 +8,7 @@ import pytest
 
 from vime.config.options import Option
 from vime.config.parse import own_flags
+from vime.errors import ConfigError
 from vime.utils import arguments
 
 
@@ -19,3 +20,13 @@ def test_a_null_of_a_flag_that_nobody_has_is_told(tmp_path: Path, monkeypatch: p
     given, problems = arguments._all_given(["--config", str(file)], own_flags())
     assert given == []
     assert problems == [f"unknown flag --vllm-max-num-seq. Nearest: --vllm-max-num-seqs (vLLM). ({file}:2)"]
+
+
+def test_of_a_file_that_cannot_be_read_nothing_is_said_to_be_missing(tmp_path: Path) -> None:
+    (tmp_path / "torn.yaml").write_text("lr: [1")
+    with pytest.raises(ConfigError) as caught:
+        arguments.parse_args(["--config", str(tmp_path / "none.yaml"), str(tmp_path / "torn.yaml"), "--lr"])
+    problems = caught.value.problems
+    assert len(problems) == 2
+    assert "none.yaml' cannot be read: No such file" in problems[0]
+    assert "torn.yaml is no YAML" in problems[1]
