@@ -40,8 +40,12 @@ OPTIONS: dict[str, tuple[type, str]] = {  # flag -> (type, help); the names of P
     "--mean-prompt-len": (int, "tokens of a prompt in the mean; default: half of the longest"),
     "--mean-response-len": (int, "tokens of a response in the mean; default: half of --rollout-max-response-len"),
 }
-USAGE = "usage: vime plan [--json] [options] <the flags of vime train>\n\n  --json\n      machine-readable output\n" + "\n".join(
-    f"  {flag}{'' if kind is str else ' N'}\n      {text}" for flag, (kind, text) in OPTIONS.items()
+USAGE = "\n".join(
+    [
+        "usage: vime plan [--json] [options] <the flags of vime train>, which `vime train --help` lists\n",
+        "  --json\n      machine-readable output",
+        *(f"  {flag}{'' if kind is str else ' N'}\n      {text}" for flag, (kind, text) in OPTIONS.items()),
+    ]
 )
 
 
@@ -51,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
         print(USAGE)
         return 0
     if topics := [token.removeprefix("--help=") for token in argv if token.startswith("--help=")]:
-        print(topic_text(topics[0]))
+        print(USAGE if topics[0] in OPTIONS else topic_text(topics[0]))
         return 0
     options, as_program, flags = plan_options(argv)
     with ThreadPoolExecutor(max_workers=2) as pool:  # each waits for the owners' parsers, which are processes of their own

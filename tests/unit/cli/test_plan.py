@@ -63,9 +63,10 @@ def test_a_mistyped_option_is_explained() -> None:
 
 
 def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--help"]) == 0
-    shown = capsys.readouterr().out
-    assert all(flag in shown for flag in OPTIONS)
+    for asked in ("--help", "--help=--gpu"):
+        assert main([asked]) == 0
+        shown = capsys.readouterr().out
+        assert all(flag in shown for flag in OPTIONS)
 
 
 def test_a_small_model_is_counted_in_millions_and_a_cpu_has_engines_of_one(
