@@ -232,7 +232,8 @@ def _locate(path: str, flag: str) -> Any:
         missing = error.name or module_name
         if missing != module_name and not module_name.startswith(missing + "."):
             raise HookError(f"{flag} {path}: module '{module_name}' imports '{missing}', which is not installed.") from error
-        raise HookError(f"{flag} {path}: there is no module '{missing}'{_near_module(missing)}. Is its folder on PYTHONPATH?") from error
+        cure = "It is looked for in the current folder and on PYTHONPATH."
+        raise HookError(f"{flag} {path}: there is no module '{missing}'{_near_module(missing)}. {cure}") from error
     except Exception as error:
         raise hook_failed(flag, path, None, error) from error
     if not hasattr(module, attribute):

@@ -158,7 +158,7 @@ def test_a_wrong_signature_is_refused_with_the_flag_the_path_what_was_found_and_
     [
         ("justaname", "justaname: not of the form package.module.name"),
         ("my/rewards.py", "it is a file's path, not of the form package.module.name"),
-        ("vime.rolout.vllm_rollout.generate", "no module 'vime.rolout' (nearest: 'rollout'). Is its folder on PYTHONPATH?"),
+        ("vime.rolout.vllm_rollout.generate", "no module 'vime.rolout' (nearest: 'rollout'). It is looked for in the current folder"),
         ("vime.rollout.vllm_rolout.generate", "no module 'vime.rollout.vllm_rolout' (nearest: 'vllm_rollout')"),
         ("vime.rollout.vllm_rollout.generat", "has no 'generat' (nearest: 'generate')."),
         ("vime.errors.inner.fn", "no module 'vime.errors.inner' ('vime.errors' is a module, not a package)"),
