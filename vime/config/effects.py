@@ -153,6 +153,11 @@ _UNUSED = (
         why="without --use-fault-tolerance: leave it out, or add that.",
     ),
     _Unused(
+        fields=_names("over_budget_samples"),
+        when=lambda c: not c.data.use_dynamic_batch_size,
+        why="without --use-dynamic-batch-size and --max-tokens-per-gpu, which set the budget: leave it out, or add those.",
+    ),
+    _Unused(
         fields=_names("offload_train offload_rollout"),
         when=lambda c: c.cluster.device == "cpu",
         why="without --device cuda: leave it out, or add that.",

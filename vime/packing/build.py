@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from vime.config.sections import AlgorithmConfig, DataConfig, RewardConfig
-from vime.errors import ConfigError, GenerationError
+from vime.errors import ConfigError, DataError, GenerationError
 from vime.packing.balance import best_fit, even_bins, sequence_cost, spread
 from vime.packing.convert import ProcessedRewards, to_train_samples
 from vime.types import MicroBatch, StepPlan, TrainBatch, TrainSample
@@ -60,7 +60,7 @@ def build_train_batches(
         )
     budget = _budget(data)
     if budget is not None:
-        _warn_over_budget(trained, budget)
+        _check_over_budget(trained, budget, fail=data.over_budget_samples == "fail")
     of_ranks: list[list[TrainSample]] = [[] for _ in range(dp_size)]
     plans: list[list[StepPlan]] = [[] for _ in range(dp_size)]
     for members in _steps(trained, data):
@@ -115,20 +115,20 @@ def _budget(data: DataConfig) -> int | None:
     return data.max_tokens_per_gpu
 
 
-def _warn_over_budget(samples: Sequence[TrainSample], budget: int) -> None:
-    """One line for all samples that do not fit."""
+def _check_over_budget(samples: Sequence[TrainSample], budget: int, *, fail: bool) -> None:
+    """One sentence for all samples that do not fit: a warning, or with `fail` a DataError."""
     long = [sample for sample in samples if sample.length > budget]
-    if long:
-        worst = max(long, key=lambda sample: sample.length)
-        logger.warning(
-            "%d of %d samples are longer than --max-tokens-per-gpu %d (longest: sample %d with %d tokens); each gets a micro-batch of "
-            "its own and may run out of memory. Raise --max-tokens-per-gpu or lower --rollout-max-response-len.",
-            len(long),
-            len(samples),
-            budget,
-            worst.sample_id,
-            worst.length,
-        )
+    if not long:
+        return
+    worst = max(long, key=lambda sample: sample.length)
+    said = (
+        f"{len(long)} of {len(samples)} samples are longer than the {budget} tokens of a micro-batch "
+        f"(longest: sample {worst.sample_id} with {worst.length} tokens)"
+    )
+    cure = "Raise --max-tokens-per-gpu or lower --rollout-max-response-len"
+    if fail:
+        raise DataError(f"{said}, and --over-budget-samples is fail. {cure}, or let them stand alone.")
+    logger.warning("%s; each gets a micro-batch of its own and may run out of memory. %s.", said, cure)
 
 
 def _steps(samples: Sequence[TrainSample], data: DataConfig) -> list[list[TrainSample]]:

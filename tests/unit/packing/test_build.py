@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -237,7 +238,14 @@ def test_a_sample_over_the_budget_is_alone_counted_and_warned_about(caplog: pyte
     batches = build([sample(0, response=60), sample(1), sample(2)])
     assert sorted(len(micro) for micro in batches[0].steps[0].micro_batches) == [1, 2]
     assert packing_metrics(batches, BUDGET)["perf/packing_over_budget"] == 1.0
-    assert "1 of 3 samples are longer than --max-tokens-per-gpu 32" in caplog.text
+    assert "1 of 3 samples are longer than the 32 tokens of a micro-batch (longest: sample 0 with 62 tokens)" in caplog.text
+
+
+def test_a_sample_over_the_budget_ends_the_run_where_that_is_asked_for() -> None:
+    data = replace(BUDGET, over_budget_samples="fail")
+    build([sample(0, response=30)], data)
+    with pytest.raises(DataError, match=r"1 of 2 samples are longer than the 32 tokens.*sample 0 with 33.*Raise --max-tokens-per-gpu"):
+        build([sample(0, response=31), sample(1)], data)
 
 
 def test_metrics_of_a_known_split() -> None:

@@ -61,6 +61,9 @@ class DataConfig:
     micro_batch_size: int = opt(1, "Samples per micro-batch without --use-dynamic-batch-size.", ge=1)
     use_dynamic_batch_size: bool = opt(False, "Pack micro-batches up to --max-tokens-per-gpu tokens.")
     max_tokens_per_gpu: int | None = opt(None, "Token budget of one packed micro-batch on each trainer process.", type=int, ge=1)
+    over_budget_samples: str = opt(
+        "alone", "A sample longer than the budget gets a micro-batch of its own, or ends the run.", choices=("alone", "fail")
+    )
     data_source_path: str = opt(DATA_SOURCE, "Class that supplies prompt groups: cls(args).")
     buffer_filter_path: str | None = opt(
         None,
