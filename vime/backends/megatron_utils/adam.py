@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from vime.errors import ConfigError
+
 __all__ = ["PIECE", "FusedLayoutAdam", "use_fused_layout_adam"]
 
 PIECE = 2**24  # numbers that are updated at once: the update needs as much memory again, which for all weights would be a peak
@@ -34,7 +36,7 @@ class FusedLayoutAdam(torch.optim.Optimizer):
         capturable: bool = False,
     ) -> None:
         if capturable:
-            raise NotImplementedError("--optimizer-cuda-graph needs Transformer Engine's FusedAdam.")
+            raise ConfigError("--optimizer-cuda-graph needs Transformer Engine: install it, or leave the flag out.")
         super().__init__(params, {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.adam_w_mode = adam_w_mode
 

@@ -23,6 +23,7 @@ from torch.nn.attention import varlen
 from vime.backends.megatron_utils.context_shard import ContextShard
 from vime.backends.megatron_utils.fused import rotate
 from vime.backends.megatron_utils.packed_params import AttentionPlan, PackedParams, Rectangle
+from vime.errors import ConfigError
 
 SHORT = 64  # tokens of a row up to which the scores are written out
 
@@ -202,7 +203,7 @@ class PackedCoreAttention(MegatronModule):
             q, k = (_rotated(x, *packed_seq_params.rotary).to(v.dtype) for x in (q, k))
         dropout = self.dropout if self.training else 0.0
         if dropout and q.device.type != "cpu":
-            raise NotImplementedError("varlen_attn has no dropout: set --attention-dropout 0 or install Transformer Engine.")
+            raise ConfigError("varlen_attn has no dropout: set --attention-dropout 0 or install Transformer Engine.")
         with get_cuda_rng_tracker().fork() if dropout else contextlib.nullcontext():
             out = self._attend(q, k, v, packed_seq_params, dropout)
         return out.reshape(out.shape[0], 1, -1)

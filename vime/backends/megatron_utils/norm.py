@@ -8,6 +8,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from vime.backends.megatron_utils.fused import rms_norm
+from vime.errors import ConfigError
 
 __all__ = ["RMSNorm"]
 
@@ -21,7 +22,7 @@ class RMSNorm(torch.nn.Module):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
         super().__init__()
         if config.normalization != "RMSNorm":
-            raise NotImplementedError("without Transformer Engine only RMSNorm is there: drop --normalization.")
+            raise ConfigError("without Transformer Engine only RMSNorm is there: drop --normalization.")
         self.eps = eps
         self.unit = config.layernorm_zero_centered_gamma
         device = torch.device("cpu") if config.use_cpu_initialization or not torch.cuda.is_available() else torch.cuda.current_device()
