@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+import pytest
+
 # Set before any test imports torch, transformers or vllm; child processes inherit them.
 DEFAULTS = {
     "HF_HUB_OFFLINE": "1",  # a model or tokenizer that is not on disk is an error, never a download
@@ -16,3 +18,10 @@ DEFAULTS = {
 }
 for name, value in DEFAULTS.items():
     os.environ.setdefault(name, value)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With several workers (`make test`): tests with processes share one of them and its engine; others spread by file."""
+    for item in items:
+        serial = item.get_closest_marker("integration") is not None
+        item.add_marker(pytest.mark.xdist_group("processes" if serial else item.path.name))
