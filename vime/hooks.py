@@ -89,6 +89,38 @@ class PgLossReducer(Protocol):
     def __call__(self, total_lengths: Any, response_lengths: Any, loss_masks: Any, calculate_per_token_loss: bool) -> Any: ...
 
 
+class MegatronInit(Protocol):
+    """Runs on each trainer process once Megatron's process groups are there, before the model is built."""
+
+    def __call__(self, args: Any) -> None: ...
+
+
+class ModelProvider(Protocol):
+    """Builds one rank's share of the model, or one chunk of it with an interleaved pipeline."""
+
+    def __call__(self, pre_process: bool, post_process: bool, vp_stage: int | None = None) -> Any: ...
+
+
+class BeforeLogProb(Protocol):
+    """Runs before a log-prob pass; store_prefix is "" for the policy, "ref_" or "teacher_"."""
+
+    def __call__(self, args: Any, model: list[Any], store_prefix: str) -> None: ...
+
+
+class BeforeTrainStep(Protocol):
+    """Runs before an optimizer step, with the gradients at zero."""
+
+    def __call__(
+        self, args: Any, rollout_id: int, step_id: int, model: list[Any], optimizer: Any, opt_param_scheduler: Any
+    ) -> None: ...  # fmt: skip
+
+
+class RolloutDataPostprocess(Protocol):
+    """May change the per-token values of slime's rollout_data, and silence tokens, before training on it."""
+
+    def __call__(self, args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> None: ...
+
+
 class DataSourceClass(Protocol):
     """A class made as cls(args), with the methods of `vime.rollout.data_source.DataSource`."""
 
@@ -140,6 +172,13 @@ KINDS: Mapping[str, HookKind] = MappingProxyType(
         "custom_advantage_function_path": HookKind(flag="--custom-advantage-function-path", protocol=CustomAdvantages),
         "custom_tis_function_path": HookKind(flag="--custom-tis-function-path", protocol=CustomTis),
         "custom_pg_loss_reducer_function_path": HookKind(flag="--custom-pg-loss-reducer-function-path", protocol=PgLossReducer),
+        "custom_model_provider_path": HookKind(flag="--custom-model-provider-path", protocol=ModelProvider),
+        "custom_megatron_init_path": HookKind(flag="--custom-megatron-init-path", protocol=MegatronInit),
+        "custom_megatron_before_log_prob_hook_path": HookKind(flag="--custom-megatron-before-log-prob-hook-path", protocol=BeforeLogProb),
+        "custom_megatron_before_train_step_hook_path": HookKind(
+            flag="--custom-megatron-before-train-step-hook-path", protocol=BeforeTrainStep
+        ),
+        "rollout_data_postprocess_path": HookKind(flag="--rollout-data-postprocess-path", protocol=RolloutDataPostprocess),
     }
 )
 

@@ -86,6 +86,14 @@ class Callable:
         ("rollout_sample_filter_path", lambda args, data: None),
         ("custom_reward_post_process_path", lambda args, samples: ([], [])),
         ("custom_loss_function_path", lambda args, batch, logits, sum_of_sample_mean: (0, {})),
+        ("custom_megatron_init_path", lambda args: None),
+        ("custom_megatron_before_log_prob_hook_path", lambda args, model, store_prefix: None),
+        (
+            "custom_megatron_before_train_step_hook_path",
+            lambda args, rollout_id, step_id, model, optimizer, opt_param_scheduler: None,
+        ),
+        ("rollout_data_postprocess_path", lambda args, rollout_id, rollout_data: None),
+        ("custom_model_provider_path", lambda pre_process, post_process, vp_stage=None: None),
     ],
 )
 def test_a_right_signature_is_accepted(module: ModuleType, kind: str, target: Any) -> None:

@@ -16,7 +16,8 @@ LOSS_FIELDS = tuple(
         "ref_update_interval use_unbiased_kl custom_pg_loss_reducer_function_path get_mismatch_metrics use_tis tis_clip "
         "tis_clip_low tis_mode tis_level tis_batch_normalize custom_tis_function_path use_rs rs_level rs_lower_bound "
         "rs_upper_bound rs_veto_threshold use_opsm opsm_delta use_rollout_entropy use_routing_replay use_rollout_routing_replay "
-        "use_opd opd_type opd_kl_coef opd_teacher_load opd_teacher_url overlong_buffer_len overlong_penalty_factor"
+        "use_opd opd_type opd_kl_coef opd_teacher_load opd_teacher_url overlong_buffer_len overlong_penalty_factor "
+        "custom_megatron_before_log_prob_hook_path"
     ).split()
 )
 

@@ -18,6 +18,12 @@ ROOT = Path(__file__).parents[3]
 DEADLINE_S = 280
 TOKEN_KL = {"reinforce_plus_plus": True, "reinforce_plus_plus_baseline": True, "ppo": True}
 WHITENED = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
+HOOKS = "tests.integration.algorithms.own_hooks."
+CALLED = {
+    "custom_megatron_init_path": HOOKS + "init",
+    "custom_megatron_before_log_prob_hook_path": HOOKS + "before_log_prob",
+    "custom_megatron_before_train_step_hook_path": HOOKS + "before_train_step",
+}
 ESTIMATORS = ("grpo", "gspo", "cispo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo")
 
 
@@ -65,7 +71,10 @@ def cases_of(models: dict[str, str], folder: Path) -> list[dict[str, Any]]:
         {"name": "stale", "kind": "train", "model": model | {"keep_old_actor": True}, "count": 2},
         {"name": "critic_first", "kind": "train", "model": model, "algorithm": {"advantage_estimator": "ppo"}, "values": True,
          "critic": {"num_critic_only_steps": 1}},
-        {"name": "critic", **learn, "count": 30},
+        {"name": "hooked", "kind": "train", "model": both, "algorithm": moving, "training": CALLED, "steps": 2, "count": 2},
+        {"name": "postprocessed", "kind": "train", "model": model, "training": {"rollout_data_postprocess_path": HOOKS + "postprocess"}},
+        {"name": "provided", "kind": "train", "model": model | {"custom_model_provider_path": HOOKS + "provide"}},
+        {"name": "critic", **learn, "count": 30, "training": CALLED},
         {"name": "critic_half", **learn, "count": 15, "save": str(folder / "critic")},
         {"name": "critic_rest", **learn, "count": 15, "load": str(folder / "critic")},
     ]  # fmt: skip
@@ -77,7 +86,9 @@ LAYOUTS = {
     "pp2": ["--pipeline-model-parallel-size", "2"],
     "cp2": ["--context-parallel-size", "2"],
 }
-SPREAD = (("gspo", "cp2"), ("reinforce_plus_plus", "dp2"), ("ppo", "pp2"), ("ppo", "cp2"))  # what looks at whole sequences or all samples
+SPREAD = (  # what looks at whole sequences or all samples, or is the user's
+    ("gspo", "cp2"), ("reinforce_plus_plus", "dp2"), ("ppo", "pp2"), ("ppo", "cp2"), ("postprocessed", "pp2"), ("provided", "pp2"),
+)  # fmt: skip
 
 
 def cases_of_two(one: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.integration.algorithms.conftest import ESTIMATORS, LAYOUTS, SPREAD, TOKEN_KL, WHITENED
+from tests.integration.algorithms.own_hooks import SILENCED
 from tests.integration.algorithms.worker import batch_of, values_of
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
@@ -161,6 +162,62 @@ def test_the_policy_comes_back_from_the_other_roles_bit_for_bit(results, models)
     stored = results("critic_first")
     assert "train/pg_loss" not in stored["metrics"][0]
     assert all(torch.equal(stored["weights"][name], start[name]) for name in start if name != "lm_head.weight")
+
+
+def test_hooks_are_called_at_their_places(results, models):
+    from safetensors.torch import load_file
+
+    tables = {r: load_file(models[r] + "/model.safetensors")["model.embed_tokens.weight"].double().sum() for r in ("policy", "reference")}
+    init, *calls = results("hooked")["calls"]
+    assert init == ("init", True, models["policy"])
+    assert [call[:3] for call in calls if call[0] == "step"] == [("step", 0, 0), ("step", 0, 1), ("step", 1, 0), ("step", 1, 1)]
+    assert [call[3:] for call in calls if call[0] == "step"] == [(True, number, True, "policy_loss") for number in range(4)]
+    passes = ["log_prob", "log_prob", "step", "step"]
+    assert [call[0] for call in calls] == passes * 2
+    assert [call[1] for call in calls if call[0] == "log_prob"] == ["ref_", ""] * 2
+    seen = [call[2] for call in calls if call[0] == "log_prob"]
+    assert seen[:3:2] == pytest.approx([tables["reference"].item()] * 2, abs=1e-6)
+    assert seen[1] == pytest.approx(tables["policy"].item(), abs=1e-6)
+    assert abs(seen[3] - seen[1]) > 1e-3  # the policy was trained meanwhile
+
+
+def test_a_critic_calls_the_hooks_as_such(results):
+    calls = results("critic")["calls"]
+    assert [call[0] for call in calls] == ["init"] + ["step"] * 30
+    assert {call[-1] for call in calls[1:]} == {"value_loss"}
+
+
+def test_what_the_postprocess_hook_leaves_is_trained_on(results):
+    """Advantages twice as large; a silenced sample adds nothing, and counts in the mean as before."""
+    samples = batch_of(0).samples
+    pg = [[-2 * sample.reward * (sample.sample_id != SILENCED) for _ in trained(sample)] for sample in samples]
+    stored = results("postprocessed")
+    assert stored["metrics"][0]["train/pg_loss"] == pytest.approx(mean(samples, pg), abs=2e-5)
+    ((name, rollout_id, names),) = stored["calls"]
+    assert (name, rollout_id) == ("data", 0)
+    assert {"advantages", "returns", "loss_masks", "rollout_log_probs", "tokens"} <= set(names)
+    assert [call for rank in (0, 1) for call in results("postprocessed_pp2", rank)["calls"]] == stored["calls"]  # the last stage's alone
+
+
+def test_a_model_of_ones_own_is_trained(results, models):
+    """Against transformers with the final norm's weight halved, which halves the hidden states."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(models["policy"])
+    model.model.norm.weight.data /= 2
+    distance, samples = [], batch_of(0).samples
+    for sample in samples:
+        tokens = torch.tensor(sample.tokens)
+        with torch.no_grad():
+            table = torch.log_softmax(model(tokens[None]).logits[0, :-1].double(), -1)
+        found = table.gather(-1, tokens[1:, None])[-sample.response_length :, 0]
+        distance.append([abs(float(found[t]) + 1.0) for t in trained(sample)])
+    assert results("provided")["metrics"][0]["train/train_rollout_logprob_abs_diff"] == pytest.approx(mean(samples, distance), abs=1e-5)
+    assert results("provided")["calls"] == [("provide", True, True, None)]
+    assert [results("provided_pp2", rank)["calls"] for rank in (0, 1)] == [
+        [("provide", True, False, None)],
+        [("provide", False, True, None)],
+    ]
 
 
 def test_the_critic_learns_its_returns(results):

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tests.integration.algorithms import own_hooks
 from tests.integration.megatron.worker import make_batch, make_samples, weights
 from vime.backends.megatron_utils.actor import MegatronTrainer
 from vime.backends.megatron_utils.critic import MegatronCritic, critic_config
@@ -29,7 +30,7 @@ from megatron.core import parallel_state  # isort: skip  # after vime's package 
 def config_of(case: dict[str, Any]) -> RunConfig:
     base = RunConfig(
         model=s.ModelConfig(**case["model"]),
-        training=s.TrainingConfig(lr=1e-3, clip_grad=1e9, train_threads=1),
+        training=s.TrainingConfig(lr=1e-3, clip_grad=1e9, train_threads=1, **case.get("training", {})),
         data=s.DataConfig(num_rollout=200, rollout_batch_size=12),
         rollout=s.RolloutConfig(rollout_max_response_len=10),
         cluster=s.ClusterConfig(actor_num_gpus_per_node=2, actor_deadline=120.0),
@@ -38,13 +39,13 @@ def config_of(case: dict[str, Any]) -> RunConfig:
     return replace(base, algorithm=s.AlgorithmConfig(**case.get("algorithm", {})), critic=s.CriticConfig(**case.get("critic", {})))
 
 
-def batch_of(number: int, rank: int = 0, size: int = 1) -> TrainBatch:
-    """A data-parallel rank's share of a rollout step, two micro-batches; sample 5 has nothing that is trained."""
+def batch_of(number: int, rank: int = 0, size: int = 1, steps: int = 1) -> TrainBatch:
+    """A data-parallel rank's share of a rollout step, two micro-batches an optimizer step; sample 5 has nothing that is trained."""
     samples = make_samples(seed=number)
     nothing = np.zeros_like(samples[5].loss_mask)
     samples[5] = replace(samples[5], loss_mask=nothing, rollout_mask_sum=0.0)
     samples = [replace(sample, weight_versions=np.zeros(sample.response_length, np.float32)) for sample in samples]
-    return make_batch(samples, rank=rank, size=size, micro=2, steps=1, rollout_id=number)
+    return make_batch(samples, rank=rank, size=size, micro=2, steps=steps, rollout_id=number)
 
 
 def packed_random(trainer: MegatronTrainer, batch: TrainBatch) -> list[list[torch.Tensor]]:
@@ -71,7 +72,7 @@ def train(case: dict[str, Any], where: dict[str, Any]) -> dict[str, Any]:
             trainer.load(case["load"])
         trainer.sent_as(0)
         for number in range(case.get("first", 0), case.get("first", 0) + case.get("count", 1)):
-            batch = batch_of(number, trainer.data_parallel_rank, size)
+            batch = batch_of(number, trainer.data_parallel_rank, size, case.get("steps", 1))
             values = packed_random(trainer, batch) if case.get("values") else None
             out["metrics"].append(trainer.train(batch, values))
             out["returns"] = trainer.returns
@@ -108,7 +109,9 @@ def main() -> None:
     folder, world, rank = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     for case, port in zip(json.loads((folder / f"cases_{world}.json").read_text()), map(int, sys.argv[4:]), strict=True):
         where = {"rank": rank, "world_size": world, "master_addr": "127.0.0.1", "master_port": port}
-        torch.save({"train": train, "critic": critic}[case["kind"]](case, where), folder / f"{case['name']}.{rank}.pt")
+        own_hooks.CALLS.clear()
+        result = {"train": train, "critic": critic}[case["kind"]](case, where)
+        torch.save(result | {"calls": list(own_hooks.CALLS)}, folder / f"{case['name']}.{rank}.pt")
 
 
 if __name__ == "__main__":

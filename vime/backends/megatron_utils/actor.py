@@ -19,7 +19,7 @@ from megatron.core import parallel_state
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
 from vime.backends.megatron_utils import bootstrap
-from vime.backends.megatron_utils.advantages import Plans, token_means, with_advantages
+from vime.backends.megatron_utils.advantages import token_means, with_advantages
 from vime.backends.megatron_utils.arguments import resolve
 from vime.backends.megatron_utils.checkpoint import load_state, save_state
 from vime.backends.megatron_utils.convert.registry import model_ops, model_shape
@@ -33,11 +33,12 @@ from vime.backends.megatron_utils.loss_policy import with_mean_importance
 from vime.backends.megatron_utils.model import build_model, transformer_config
 from vime.backends.megatron_utils.optimizer import build_optimizer, build_schedule, wrap_data_parallel
 from vime.backends.megatron_utils.roles import HeldWeights, SentVersions
+from vime.backends.megatron_utils.rollout_data import Plans, postprocessed
 from vime.backends.megatron_utils.step import ReadFunction, forward_backward, forward_each, from_last_stage, sum_metrics
+from vime.backends.megatron_utils.trainer_hooks import TrainerHooks, optional_hook
 from vime.config.run import RunConfig
 from vime.config.sections import AlgorithmConfig
 from vime.errors import ConfigError, TrainerError
-from vime.hooks import load_hook
 from vime.packing.pack import PackedBatch, aggregation_of, pack
 from vime.types import StepPlan, TrainBatch, TrainSample
 
@@ -47,6 +48,7 @@ log = logging.getLogger(__name__)
 NAMES_SHOWN = 20
 EXPORT_BUCKET_BYTES = 256 * 1024**2
 ROLES = ("ref", "teacher")  # whose log-probs of the samples are taken
+STORE_PREFIXES = {"old_log_probs": "", "ref_log_probs": "ref_", "teacher_log_probs": "teacher_"}  # slime's, for hooks
 REFERENCE_FOLDER = "ref"  # in the trainer's part of a commit, with --ref-update-interval
 
 
@@ -61,11 +63,6 @@ def needs_old_log_probs(algorithm: AlgorithmConfig, *, num_steps: int) -> bool:
     before = algorithm.kl_coef != 0 or algorithm.use_opd or (algorithm.use_tis and algorithm.tis_batch_normalize)
     before = before or algorithm.custom_advantage_function_path is not None or algorithm.use_routing_replay
     return before or (num_steps > 1 and not algorithm.use_rollout_logprobs)
-
-
-def _hook(path: str | None, kind: str) -> Any:
-    """The user's function at `path`; None without one."""
-    return None if path is None else load_hook(path, kind)
 
 
 class MegatronTrainer:
@@ -88,6 +85,8 @@ class MegatronTrainer:
             self._platform, rank=rank, world_size=world_size, master_addr=master_addr, master_port=master_port, deadline_s=deadline
         )
         bootstrap.init_parallel(Layout.of(args), seed=config.training.seed, deadline_s=deadline)
+        self._hooks = TrainerHooks.load(config)
+        self._hooks.call_init()
         self._args = args
         self._ops = model_ops(self._shape, args.padded_vocab_size)
         self._tp_group = parallel_state.get_tensor_model_parallel_group()
@@ -98,13 +97,15 @@ class MegatronTrainer:
         self._model_config.routing_tape = self._tape  # type: ignore[attr-defined]  # where the routers find it
         if self._tape is not None and self._shape.experts is None:
             raise ConfigError(f"--use-routing-replay has no effect: {self._shape.path} is of a model without experts. Leave it out.")
-        chunks = build_model(args, self._model_config)
+        provider = config.model.custom_model_provider_path
+        chunks = build_model(args, optional_hook(provider, "custom_model_provider_path"), str(provider))
         self._start_weights(chunks)
         self._model = wrap_data_parallel(args, self._model_config, chunks)
         self._optimizer = build_optimizer(args, self._model_config, self._model)
         self._schedule = build_schedule(args, config.data, self._optimizer)
         self._loss_hooks = self._load_loss_hooks()
-        self._own_advantages = _hook(config.algorithm.custom_advantage_function_path, "custom_advantage_function_path")
+        self._own_advantages = optional_hook(config.algorithm.custom_advantage_function_path, "custom_advantage_function_path")
+        self._postprocess = optional_hook(config.training.rollout_data_postprocess_path, "rollout_data_postprocess_path")
         self._step = 0
         self.returns: list[list[torch.Tensor]] = []  # of the last step with a critic: what it is to predict, [T] a micro-batch
 
@@ -154,12 +155,16 @@ class MegatronTrainer:
                     plans = self._with_log_probs(plans, f"{role}_log_probs")
         algorithm = self._config.algorithm
         old_needed = needs_old_log_probs(algorithm, num_steps=len(plans)) or self._config.model.keep_old_actor
+        old_needed = old_needed or self._hooks.before_log_prob is not None  # it is there to be called
         if old_needed:
             with self._timed(seconds, "log_probs"), self._recorded():
                 plans = self._with_old_log_probs(plans)
         means: dict[str, float] = {}
         if parallel_state.is_pipeline_last_stage(ignore_virtual=True):  # where the log-probs are, and the loss
             plans = self._with_advantages(batch, plans)
+        if self._postprocess is not None:
+            plans = self._postprocessed(batch, plans)
+        if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
             means = token_means(plans, self._over_data_parallel)
             if algorithm.use_tis and algorithm.tis_batch_normalize:
                 plans = [with_mean_importance(step, algorithm, self._over_data_parallel) for step in plans]
@@ -169,7 +174,7 @@ class MegatronTrainer:
             if batch.rollout_id < self._config.critic.num_critic_only_steps:
                 return means | self._slowest(seconds)
         with self._timed(seconds, "actor_train"), self._replayed():
-            steps = [self._optimizer_step(packed, batch) for packed in plans]
+            steps = [self._optimizer_step(packed, batch, number) for number, packed in enumerate(plans)]
         interval = self._config.model.ref_update_interval
         if interval is not None and (batch.rollout_id + 1) % interval == 0:
             self._settle_parameters()
@@ -326,9 +331,9 @@ class MegatronTrainer:
         algorithm = self._config.algorithm
         return LossHooks(
             args=self._config.args,
-            custom_loss=_hook(algorithm.custom_loss_function_path, "custom_loss_function_path"),
-            custom_tis=_hook(algorithm.custom_tis_function_path, "custom_tis_function_path"),
-            pg_loss_reducer=_hook(algorithm.custom_pg_loss_reducer_function_path, "custom_pg_loss_reducer_function_path"),
+            custom_loss=optional_hook(algorithm.custom_loss_function_path, "custom_loss_function_path"),
+            custom_tis=optional_hook(algorithm.custom_tis_function_path, "custom_tis_function_path"),
+            pg_loss_reducer=optional_hook(algorithm.custom_pg_loss_reducer_function_path, "custom_pg_loss_reducer_function_path"),
         )
 
     @property
@@ -356,6 +361,14 @@ class MegatronTrainer:
             batch, plans, algorithm, sum_over_ranks=self._over_data_parallel, function=self._own_advantages, args=self._config.args
         )
 
+    def _postprocessed(self, batch: TrainBatch, plans: Plans) -> Plans:
+        """After --rollout-data-postprocess-path, which the last pipeline stage calls; all stages learn which tokens it silenced."""
+        last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+        plans = postprocessed(batch, plans, self._postprocess, self._config.args) if last else plans
+        masks = from_last_stage([[packed.loss_mask.cpu() for packed in step] if last else None for step in plans])
+        pairs = zip(plans, masks, strict=True)
+        return [[replace(p, loss_mask=m.to(p.loss_mask.device)) for p, m in zip(step, of, strict=True)] for step, of in pairs]
+
     def _over_data_parallel(self, sums: torch.Tensor) -> torch.Tensor:
         total = sums.to(self._platform.device)
         dist.all_reduce(total, group=self._dp_group)
@@ -364,6 +377,9 @@ class MegatronTrainer:
     def _with_log_probs(self, plans: Plans, name: str) -> Plans:
         """The log-probs of all micro-batches of all steps under the weights that are in the model, as the field `name`; in the last
         pipeline stage alone."""
+        if self._hooks.before_log_prob is not None:
+            self._settle_parameters()
+            self._hooks.call_before_log_prob(self._model, STORE_PREFIXES[name])
         found = forward_each(self._model, [packed for step in plans for packed in step], self._reader(temperature=self._temperature))
         flat = iter(found)
         return [[packed.with_token_values(**{name: next(flat)}) for packed in step] for step in plans] if found else plans
@@ -427,11 +443,14 @@ class MegatronTrainer:
         if self._tape is not None:
             self._tape.clear()
 
-    def _optimizer_step(self, packed: list[PackedBatch], batch: TrainBatch) -> dict[str, float]:
-        """One optimizer step; its metrics without prefix."""
+    def _optimizer_step(self, packed: list[PackedBatch], batch: TrainBatch, number: int) -> dict[str, float]:
+        """The optimizer step `number` of a rollout step; its metrics without prefix."""
         for chunk in self._model:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
+        if self._hooks.before_train_step is not None:
+            self._settle_parameters()
+            self._hooks.call_before_train_step(batch.rollout_id, number, self._model, self._optimizer, self._schedule)
         parts = forward_backward(self._model, packed, self._loss, whole=self._whole)
         metrics = sum_metrics(parts) | routing_metrics(self._model_config, len(packed))
         self._optimizer.prepare_grads()

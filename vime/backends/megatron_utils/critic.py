@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from vime.backends.megatron_utils.actor import MegatronTrainer
-from vime.backends.megatron_utils.advantages import Plans
 from vime.backends.megatron_utils.loss import at_rows, value_loss
+from vime.backends.megatron_utils.rollout_data import Plans
 from vime.backends.megatron_utils.step import forward_each
 from vime.backends.megatron_utils.value_head import put_value_head
 from vime.config.run import RunConfig
@@ -23,6 +23,8 @@ from vime.types import TrainBatch
 __all__ = ["MegatronCritic", "critic_config"]
 
 WARMUP_FLAGS = ("--lr-warmup-iters", "--lr-warmup-fraction")  # the policy's; the critic has its own
+
+VALUE_LOSS = "value_loss"  # the critic's --loss-type, by which hooks tell it from the policy's trainer, as in slime
 
 
 def critic_config(config: RunConfig) -> RunConfig:
@@ -41,6 +43,7 @@ def critic_config(config: RunConfig) -> RunConfig:
         model=replace(config.model, hf_checkpoint=critic.critic_load or config.model.hf_checkpoint, ref_update_interval=None),
         training=replace(config.training, lr=config.training.lr if critic.critic_lr is None else critic.critic_lr),
         algorithm=AlgorithmConfig(
+            loss_type=VALUE_LOSS,
             advantage_estimator=policy.advantage_estimator,
             loss_aggregation=policy.loss_aggregation,
             calculate_per_token_loss=policy.calculate_per_token_loss,
@@ -81,7 +84,7 @@ class MegatronCritic(MegatronTrainer):
             if returns and returns[0]:
                 pairs = zip(plans, returns, strict=True)
                 plans = [[p.with_token_values(returns=r) for p, r in zip(step, mine, strict=True)] for step, mine in pairs]
-            steps = [self._optimizer_step(packed, batch) for packed in plans]
+            steps = [self._optimizer_step(packed, batch, number) for number, packed in enumerate(plans)]
             seconds["critic_train"] = time.perf_counter() - started
             metrics = {f"train/critic-{name}": float(np.mean([s[name] for s in steps])) for name in steps[0]}
             return metrics | {"train/critic-lr-pg_0": steps[-1]["lr-pg_0"]} | self._slowest(seconds)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,15 +13,20 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, scatter_to_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.argument_utils import core_transformer_config_from_args
+from megatron.training.global_vars import set_args
 
 from vime.backends.megatron_utils.context_shard import context_shard
 from vime.backends.megatron_utils.layer_probe import has_transformer_engine
 from vime.backends.megatron_utils.layer_spec import layer_spec
 from vime.backends.megatron_utils.packed_params import PackedParams, computed_params, packed_params, shard_params
+from vime.errors import HookError
+from vime.hooks import hook_errors
 from vime.packing.computed import computed_row
 from vime.packing.pack import PackedBatch
 
-__all__ = ["PackedGPTModel", "build_model", "forward_logits", "is_last", "transformer_config"]
+__all__ = ["PackedGPTModel", "build_model", "forward_logits", "gpt_model", "is_last", "transformer_config"]
+
+Provider = Callable[..., Any]  # (pre_process, post_process, vp_stage=None) -> a chunk of the model
 
 
 class PackedGPTModel(GPTModel):
@@ -56,35 +63,54 @@ class PackedGPTModel(GPTModel):
 
 
 def transformer_config(args: argparse.Namespace) -> TransformerConfig:
-    """Megatron's own path from arguments to the model's configuration.
+    """Megatron's own path from arguments to the model's configuration; for the same `args` the same object.
 
     Gradients are summed over micro-batches and data-parallel ranks (`calculate_per_token_loss` takes out the averaging):
     the loss carries each token's weight in the step's mean already.
     """
-    config = core_transformer_config_from_args(args)
-    config.calculate_per_token_loss = True
-    config.variable_seq_lengths = True
-    return config
+    if "transformer_config" not in vars(args):
+        config = core_transformer_config_from_args(args)
+        config.calculate_per_token_loss = True
+        config.variable_seq_lengths = True
+        args.transformer_config = config
+    found: TransformerConfig = args.transformer_config
+    return found
 
 
-def build_model(args: argparse.Namespace, config: TransformerConfig) -> list[PackedGPTModel]:
+def build_model(args: argparse.Namespace, provider: Provider | None = None, path: str = "") -> list[PackedGPTModel]:
     """This rank's share of the model, on the current device, in `config.params_dtype`: its chunks, in the order in which they are computed.
 
-    One, or several with an interleaved pipeline (--num-layers-per-virtual-pipeline-stage).
+    One, or several with an interleaved pipeline (--num-layers-per-virtual-pipeline-stage). `provider` is the user's function at `path`
+    that builds a chunk instead of `gpt_model`. Raises HookError when it fails, or when this trainer cannot use what it made.
     """
-    chunks = config.virtual_pipeline_model_parallel_size
-    return [_build_chunk(args, config, None if chunks is None else stage) for stage in range(chunks or 1)]
+    build = partial(gpt_model, args) if provider is None else _provided(args, provider, path)
+    count = transformer_config(args).virtual_pipeline_model_parallel_size
+    chunks = []
+    for stage in [None] if count is None else range(count):
+        first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage)
+        last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage)
+        model = build(pre_process=first, post_process=last, vp_stage=stage)
+        if last:
+            model.output_layer.sequence_parallel = False  # `_logits_at` gathers the sequence, chooses rows, and then calls it
+        chunks.append(model.to(torch.cuda.current_device()) if torch.cuda.is_available() else model)
+    return chunks
 
 
-def _build_chunk(args: argparse.Namespace, config: TransformerConfig, stage: int | None) -> PackedGPTModel:
-    last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage)
-    model = PackedGPTModel(
+def gpt_model(
+    args: argparse.Namespace, *, pre_process: bool, post_process: bool, vp_stage: int | None = None, layers: Any = None
+) -> PackedGPTModel:
+    """One chunk of the model: with the embedding (`pre_process`), with the output layer (`post_process`), of `layers` or ours.
+
+    `layers` are TransformerBlockSubmodules, as `layer_spec` makes them. For functions of --custom-model-provider-path, too.
+    """
+    config = transformer_config(args)
+    return PackedGPTModel(
         config,
-        layer_spec(config, stage=stage, last=last),
+        layers or layer_spec(config, stage=vp_stage, last=post_process),
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
-        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
-        post_process=last,
+        pre_process=pre_process,
+        post_process=post_process,
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
         position_embedding_type="rope",
         rotary_percent=args.rotary_percent,
@@ -92,11 +118,31 @@ def _build_chunk(args: argparse.Namespace, config: TransformerConfig, stage: int
         rope_scaling=args.use_rope_scaling,
         rope_scaling_factor=args.rope_scaling_factor,
         seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
-        vp_stage=stage,
+        vp_stage=vp_stage,
     )
-    if last:
-        model.output_layer.sequence_parallel = False  # `_logits_at` gathers the sequence, chooses rows, and then calls it
-    return model.to(torch.cuda.current_device()) if torch.cuda.is_available() else model
+
+
+def _provided(args: argparse.Namespace, provider: Provider, path: str) -> Provider:
+    """--custom-model-provider-path: `provider`(pre_process, post_process, vp_stage) while Megatron's `get_args()` answers, checked."""
+
+    def build(pre_process: bool, post_process: bool, vp_stage: int | None = None) -> Any:
+        flag = "--custom-model-provider-path"
+        set_args(args)
+        with hook_errors(flag, path, provider):
+            model = provider(pre_process, post_process, vp_stage=vp_stage)
+        if not isinstance(model, PackedGPTModel):
+            raise HookError(
+                f"{flag} {path} returned a {type(model).__name__}; expected a vime.backends.megatron_utils.model.PackedGPTModel, which "
+                "takes packed sequences: derive yours from it, or build it with gpt_model(get_args(), ...)."
+            )
+        if model.config is not transformer_config(args):
+            raise HookError(
+                f"{flag} {path} built its model from a configuration of its own: take "
+                "vime.backends.megatron_utils.model.transformer_config(get_args()), which the trainer reads, and change that."
+            )
+        return model
+
+    return build
 
 
 def forward_logits(

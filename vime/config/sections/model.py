@@ -40,7 +40,6 @@ class ModelConfig:
         None,
         "Builds the Megatron model instead of ours: fn(pre_process, post_process, vp_stage=None) -> model.",
         type=str,
-        not_yet="models are built from config.json. Leave it out.",
     )
 
 

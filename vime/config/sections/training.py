@@ -8,8 +8,6 @@ from vime.config.fields import SEEDS, opt
 
 __all__ = ["TrainingConfig"]
 
-HOOK = "the trainer calls no hook there. Leave it out."
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingConfig:
@@ -47,16 +45,15 @@ class TrainingConfig:
     enable_mtp_training: bool = opt(
         False, "Train the multi-token-prediction layers, too.", not_yet="models are trained without such layers. Leave it out."
     )
-    custom_megatron_init_path: str | None = opt(None, "Called once Megatron is initialised: fn(args).", type=str, not_yet=HOOK)
+    custom_megatron_init_path: str | None = opt(None, "Called once Megatron is initialised: fn(args).", type=str)
     custom_megatron_before_log_prob_hook_path: str | None = opt(
-        None, "Called before a log-prob pass: fn(args, model, store_prefix).", type=str, not_yet=HOOK
+        None, "Called before a log-prob pass: fn(args, model, store_prefix).", type=str
     )
     custom_megatron_before_train_step_hook_path: str | None = opt(
         None,
         "Called before an optimizer step: fn(args, rollout_id, step_id, model, optimizer, opt_param_scheduler).",
         type=str,
-        not_yet=HOOK,
     )
     rollout_data_postprocess_path: str | None = opt(
-        None, "Called when log-probs and advantages are there: fn(args, rollout_id, rollout_data).", type=str, not_yet=HOOK
+        None, "Called when log-probs and advantages are there: fn(args, rollout_id, rollout_data).", type=str
     )

@@ -126,7 +126,7 @@ def test_the_critic_sees_its_own_folder_rate_and_warm_up() -> None:
     own = critic_config(config)
     assert (own.model.hf_checkpoint, own.training.lr) == ("critic", 1e-5)
     assert own.megatron_tokens == ("--weight-decay", "0.1", "--lr-warmup-iters", "7")
-    assert own.algorithm == s.AlgorithmConfig(advantage_estimator="ppo", loss_aggregation="token")
+    assert own.algorithm == s.AlgorithmConfig(loss_type="value_loss", advantage_estimator="ppo", loss_aggregation="token")
     assert own.model.ref_update_interval is None
     plain = critic_config(RunConfig(model=s.ModelConfig(hf_checkpoint="policy"), training=s.TrainingConfig(lr=2e-6)))
     assert (plain.model.hf_checkpoint, plain.training.lr) == ("policy", 2e-6)

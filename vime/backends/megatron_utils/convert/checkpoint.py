@@ -54,13 +54,13 @@ def _skeleton(folder: Path) -> Iterator[tuple[ModelShape, list[Op], dict[str, En
     try:
         bootstrap.import_megatron()
         from vime.backends.megatron_utils.arguments import resolve
-        from vime.backends.megatron_utils.model import build_model, transformer_config
+        from vime.backends.megatron_utils.model import build_model
 
         parallel_state.initialize_model_parallel()
         tensor_parallel.model_parallel_cuda_manual_seed(0)
         args = resolve(RunConfig(model=ModelConfig(hf_checkpoint=str(folder))), shape, where, world_size=1)
         args.perform_initialization = False  # memory that is never touched is never had
-        (model,) = build_model(args, transformer_config(args))
+        (model,) = build_model(args)
         metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True), "singleton_local_shards": False}
         state = model.sharded_state_dict(metadata=metadata)
         ops = model_ops(shape, args.padded_vocab_size)
