@@ -12,19 +12,22 @@ Resuming reads the latest name, checks every file's size against commit.json, an
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
+import logging
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 from vime.errors import CheckpointError, ResourceError
 
-__all__ = ["LATEST", "Commit", "check_commit", "latest_commit", "write_commit"]
+__all__ = ["LATEST", "Commit", "OpenCommit", "Pending", "begin_commit", "check_commit", "latest_commit"]
 
+log = logging.getLogger(__name__)
 LATEST = "latest_checkpointed_iteration.txt"
 
 
@@ -83,53 +86,121 @@ def check_commit(path: Path, *, named_by: Path | None = None, cure: str = "Name 
     return commit
 
 
-def write_commit(
-    folder: Path,
-    rollout_id: int,
-    *,
-    weight_version: int,
-    writers: dict[str, Callable[[str], Any]],
-    keep: int,
-    extra: dict[str, Any] | None = None,
-) -> Commit:
-    """Write one commit with `writers` ({"trainer": save_to_path, "rollout": ...}), then drop all but the newest `keep`.
+class Pending(Protocol):
+    """A part of a commit that is being written in the background."""
 
-    Raises ResourceError when the disk is full; the commits that were there stay valid.
-    """
-    name = f"iter_{rollout_id:07d}"
-    temporary, final = folder / f"{name}.tmp", folder / name
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for stale in folder.glob("iter_*.tmp"):
-            shutil.rmtree(stale)
-        _check_space(folder)
-        for part, write in writers.items():
-            (temporary / part).mkdir(parents=True)
-            write(str(temporary / part))
-            if not any(file.is_file() for file in (temporary / part).rglob("*")):
+    def is_written(self) -> bool:
+        """Whether the writing has ended, well or not."""
+
+    def finish(self) -> None:
+        """Wait for the writing and make the part complete. Raises what went wrong."""
+
+
+class OpenCommit:
+    """A commit that is being written into `iter_N.tmp`. `finish` makes it one; until then the one before is the newest."""
+
+    def __init__(self, folder: Path, rollout_id: int, *, weight_version: int, keep: int) -> None:
+        self.rollout_id = rollout_id
+        self._folder, self._weight_version, self._keep = folder, weight_version, keep
+        self._final = folder / f"iter_{rollout_id:07d}"
+        self._temporary = self._final.with_name(self._final.name + ".tmp")
+        self._parts: list[str] = []
+        self._pending: list[Pending] = []
+
+    def begin(self, writers: Mapping[str, Callable[[str], Pending | None]]) -> None:
+        """Let each part of `writers` write into a folder of its own; what goes on in the background is returned by its writer."""
+        with self._given_up_on_error():
+            self._folder.mkdir(parents=True, exist_ok=True)
+            for stale in self._folder.glob("iter_*.tmp"):
+                shutil.rmtree(stale)
+            _check_space(self._folder)
+            for part, write in writers.items():
+                (self._temporary / part).mkdir(parents=True)
+                self._parts.append(part)
+                if (pending := write(str(self._temporary / part))) is not None:
+                    self._pending.append(pending)
+
+    def is_written(self) -> bool:
+        """Whether `finish` would not wait."""
+        return all(pending.is_written() for pending in self._pending)
+
+    def finish(self) -> Commit:
+        """Wait for what is written in the background, make this the newest commit, and drop all but the newest `keep`."""
+        with self._given_up_on_error():
+            for pending in self._pending:
+                pending.finish()
+            self._check_parts()
+            self._publish()
+        commits = sorted(p for p in self._folder.glob("iter_*") if (p / "commit.json").exists())
+        position = commits.index(self._final)
+        # later ones belong to a future that was given up
+        for old in commits[: max(0, position + 1 - self._keep)] + commits[position + 1 :]:
+            _remove(old)
+        return Commit(path=self._final, rollout_id=self.rollout_id, weight_version=self._weight_version)
+
+    def _check_parts(self) -> None:
+        for part in self._parts:
+            folder = self._temporary / part
+            if not any(file.is_file() for file in folder.rglob("*")):
                 raise CheckpointError(
-                    f"commit {final}: the {part} wrote nothing into {temporary / part}. Is {folder} the same folder on every node?"
+                    f"commit {self._final}: the {part} wrote nothing into {folder}. Is {self._folder} the same folder on every node?"
                 )
-        files = {str(f.relative_to(temporary)): f.stat().st_size for f in sorted(temporary.rglob("*")) if f.is_file()}
-        record = {"rollout_id": rollout_id, "weight_version": weight_version, "files": files, **(extra or {})}
-        _write_synced(temporary / "commit.json", json.dumps(record, indent=1))
-        if final.exists():
-            shutil.rmtree(final)
-        os.replace(temporary, final)
-        _write_synced(folder / (LATEST + ".tmp"), name)
-        os.replace(folder / (LATEST + ".tmp"), folder / LATEST)
+
+    def _publish(self) -> None:
+        found = sorted(self._temporary.rglob("*"))
+        files = {str(f.relative_to(self._temporary)): f.stat().st_size for f in found if f.is_file()}
+        record = {"rollout_id": self.rollout_id, "weight_version": self._weight_version, "files": files}
+        _write_synced(self._temporary / "commit.json", json.dumps(record, indent=1))
+        if self._final.exists():
+            _remove(self._final)
+        os.replace(self._temporary, self._final)
+        _sync_folder(self._folder)  # the name must not be on disk before what it names
+        _write_synced(self._folder / (LATEST + ".tmp"), self._final.name)
+        os.replace(self._folder / (LATEST + ".tmp"), self._folder / LATEST)
+        _sync_folder(self._folder)
+
+    @contextlib.contextmanager
+    def _given_up_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            shutil.rmtree(self._temporary, ignore_errors=True)
+            if not isinstance(error, OSError):
+                raise
+            cure = "Free space" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else "Mend that"
+            raise ResourceError(
+                f"commit {self._final} could not be written: {error}. Earlier commits are intact. {cure} and run the same command again."
+            ) from error
+
+
+def begin_commit(
+    folder: Path, rollout_id: int, *, weight_version: int, writers: Mapping[str, Callable[[str], Pending | None]], keep: int
+) -> OpenCommit:
+    """Begin a commit with `writers` ({"trainer": save_to_path, "rollout": ...}); `finish` of what is returned completes it.
+
+    Raises ResourceError when the disk is full, as `finish` does; the commits that were there stay valid.
+    """
+    commit = OpenCommit(folder, rollout_id, weight_version=weight_version, keep=keep)
+    commit.begin(writers)
+    return commit
+
+
+def _remove(commit: Path) -> None:
+    """Delete a commit; first it gets a name that makes it none, and by which the next commit finds what a crash left of it."""
+    going = commit.with_name(commit.name + ".old.tmp")
+    try:
+        commit.rename(going)
+        shutil.rmtree(going)
     except OSError as error:
-        cure = "Free space" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else "Mend that"
-        raise ResourceError(
-            f"commit {final} could not be written: {error}. Earlier commits are intact. {cure} and run the same command again."
-        ) from error
+        log.warning("the old commit %s could not be removed: %s. No other depends on it; the next commit tries again.", commit, error)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    commits = sorted(p for p in folder.glob("iter_*") if (p / "commit.json").exists())
-    position = commits.index(final)
-    for old in commits[: max(0, position + 1 - keep)] + commits[position + 1 :]:  # later ones belong to a future that was given up
-        shutil.rmtree(old)
-    return Commit(path=final, rollout_id=rollout_id, weight_version=weight_version)
+        os.close(descriptor)
 
 
 def _check_space(folder: Path) -> None:

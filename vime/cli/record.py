@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from vime.checkpoint import write_commit
+from vime.checkpoint import OpenCommit, begin_commit
 from vime.config import RunConfig
 from vime.errors import CheckpointError, VimeError
 from vime.observability.metrics import MetricsLog
@@ -28,6 +28,7 @@ class RunRecord:
         self._metrics = MetricsLog(log_dir, first_step=first_step, tensorboard_dir=tensorboard)
         self.status = Status(num_steps, first_step=first_step)
         self._pending: dict[str, float] = {}
+        self._open: tuple[OpenCommit, float] | None = None  # a commit that is written in the background, and since when
 
     def phase(self, step: int | None, text: str) -> None:
         """What runs now."""
@@ -45,6 +46,8 @@ class RunRecord:
         self._metrics.log(step, "step", metrics)
         self._metrics.log_samples(step, "train", samples)
         self.status.step(step, metrics, phases)
+        if self._open is not None and self._open[0].is_written():
+            self.finish_commit()
 
     def finish_eval(self, steps_done: int, metrics: dict[str, float], samples: list[dict[str, Any]]) -> None:
         """Write an evaluation; it belongs to the weights after `steps_done` steps, and is filed under the last of them."""
@@ -88,8 +91,14 @@ class RunRecord:
         return steps_done == self._num_steps or (ev.eval_interval is not None and steps_done % ev.eval_interval == 0)
 
     def commit(self, step: int, train: Any, rollout: Any) -> None:
-        """Write one commit, and the Hugging Face folder when asked."""
+        """Write one commit, and the Hugging Face folder when asked. With --async-save it is complete some steps later, at the latest
+        before the next one or the end of the run.
+        """
         begun = time.perf_counter()
+        if self._open is not None:
+            if not self._open[0].is_written():
+                self.status.say(f"the commit of step {self._open[0].rollout_id + 1} is still being written: waiting for it")
+            self.finish_commit()
         save = self._config.checkpoint
         assert save.save is not None
         failed: Exception | None = None
@@ -101,12 +110,20 @@ class RunRecord:
         writers: dict[str, Any] = {"rollout": rollout.save}
         if train is not None:
             writers |= train.writers()
-        commit = write_commit(Path(save.save), step, weight_version=step + 1, writers=writers, keep=save.keep_checkpoints)
-        seconds = time.perf_counter() - begun
-        self._pending["perf/save_time"] = seconds  # stands in the next step's line
-        self.status.say(f"saved {commit.path} ({seconds:.1f} s)")
+        opened = begin_commit(Path(save.save), step, weight_version=step + 1, writers=writers, keep=save.keep_checkpoints)
+        self._open = opened, begun
+        if not save.async_save or failed is not None or step + 1 == self._num_steps:
+            self.finish_commit()
+        self._pending["perf/save_time"] = time.perf_counter() - begun  # of which the loop was held up; stands in the next step's line
         if failed is not None:
-            raise CheckpointError(f"{commit.path} is complete, but --save-hf could not be written: {failed}") from failed
+            raise CheckpointError(f"the commit of step {step + 1} is complete, but --save-hf could not be written: {failed}") from failed
+
+    def finish_commit(self) -> None:
+        """Complete the commit that is written in the background, if there is one; it is waited for."""
+        if self._open is not None:
+            (opened, begun), self._open = self._open, None
+            commit = opened.finish()
+            self.status.say(f"saved {commit.path} ({time.perf_counter() - begun:.1f} s)")
 
     def close(self) -> None:
         """Flush every sink."""

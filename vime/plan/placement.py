@@ -170,6 +170,8 @@ def _machine(s: Settings) -> Footprint:
     always.append(Item(role="ray", name="batch in the object store", num_bytes=min(b.object_bytes, OBJECT_STORE_BYTES)))
     if s.trains:
         always += [_times(item, s.world // s.pipeline) for stage in range(s.pipeline) for item in trainer.held(s, stage)]
+    if s.saves_behind:
+        always.append(_saved(s, [stage for stage in range(s.pipeline) for _ in range(s.world // s.pipeline)]))
     if s.generates:
         always += [_times(item, s.num_engines * s.engine_gpus) for item in engine.awake(s)]
     phases = {"rollout": always}
@@ -184,6 +186,12 @@ def _machine(s: Settings) -> Footprint:
 
 def _times(item: Item, count: int) -> Item:
     return Item(role=item.role, name=item.name, num_bytes=item.num_bytes * count)
+
+
+def _saved(s: Settings, stages: list[int]) -> Item:
+    """The copy of what processes of these pipeline stages save."""
+    copies = sum(total([i for i in trainer.held(s, stage) if i.name in ("weights", "optimizer")]) for stage in stages)
+    return Item(role="trainer", name="checkpoint being written", num_bytes=copies)
 
 
 def hosts(s: Settings, *, exports: bool, saves: bool) -> list[Footprint]:
@@ -202,8 +210,7 @@ def hosts(s: Settings, *, exports: bool, saves: bool) -> list[Footprint]:
             waiting = sum(trainer.role_weights(s, stage).num_bytes for stage in stages)
             items.append(Item(role="trainer", name="weights of other roles (pinned)", num_bytes=waiting))
         if saves and here:
-            copies = sum(total([i for i in trainer.held(s, stage) if i.name in ("weights", "optimizer")]) for stage in stages)
-            items.append(Item(role="trainer", name="checkpoint being written", num_bytes=copies))
+            items.append(_saved(s, stages))
         if exports and node == 0:
             items.append(Item(role="trainer", name="Hugging Face folder being written", num_bytes=s.model.parameters * s.param_bytes))
         if node == 0:

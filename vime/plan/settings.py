@@ -73,6 +73,7 @@ class Settings:
     critic: bool  # a second trainer of the same layout, with one output a token
     roles: int  # further sets of weights (reference, teacher) that wait in host memory
     whole_logits: bool  # of all positions, not only of the trained ones
+    saves_behind: bool  # a copy of the trainer's state is in host memory while the run goes on
     # batches
     prompts: int
     samples: int  # of one prompt
@@ -193,6 +194,7 @@ def settings_of(config: RunConfig, options: PlanOptions) -> Settings:
         critic=train and ESTIMATORS[alg.advantage_estimator].critic,
         roles=int(alg.use_kl_loss or alg.kl_coef != 0) + int(config.model.opd_teacher_load is not None),
         whole_logits=alg.loss_type == "custom_loss",
+        saves_behind=train and config.checkpoint.async_save,
         prompts=data.rollout_batch_size or 1,
         samples=data.n_samples_per_prompt,
         steps=max(1, min(steps, rollouts)),

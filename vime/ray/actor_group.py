@@ -20,6 +20,21 @@ SHUTDOWN_DEADLINE = 20.0
 SYNC_GRACE = 30.0  # seconds in which the updater's own deadline error, which names the engine, is to arrive
 
 
+class BackgroundSave:
+    """The state of all ranks on its way to disk."""
+
+    def __init__(self, group: RayTrainGroup) -> None:
+        self._group, self._written = group, group.wait_saved()
+
+    def is_written(self) -> bool:
+        """Whether every rank has written its part, or failed to, which `finish` tells."""
+        return len(ray.wait(self._written, num_returns=len(self._written), timeout=0)[0]) == len(self._written)
+
+    def finish(self) -> None:
+        """Wait for the ranks, and make the state complete. Raises what went wrong on any of them."""
+        self._group.finish_save(self._written)
+
+
 class RayTrainGroup:
     """All ranks of the trainer. `start` returns at once, `ready` waits: engines come up meanwhile."""
 
@@ -78,9 +93,24 @@ class RayTrainGroup:
         """Write the trainer's part of a commit."""
         self._get([actor.save.remote(path) for actor in self._actors], "save", self._config.cluster.actor_deadline)
 
+    def start_save(self, path: str) -> BackgroundSave:
+        """Begin to write the trainer's part of a commit: its copy is taken on return."""
+        self._get([actor.start_save.remote(path) for actor in self._actors], "take the state to save", self._config.cluster.actor_deadline)
+        return BackgroundSave(self)
+
+    def finish_save(self, written: list[Any]) -> None:
+        """Wait for what `start_save` began, and make it complete."""
+        deadline = self._config.cluster.actor_deadline
+        self._get(written, "write the state to disk", deadline)
+        self._get([actor.finish_save.remote() for actor in self._actors], "end the save", deadline)
+
+    def wait_saved(self) -> list[Any]:
+        """One reference per rank to the end of its writing."""
+        return [actor.wait_saved.options(concurrency_group="save").remote() for actor in self._actors]
+
     def writers(self) -> dict[str, Any]:
         """What writes each part of a commit."""
-        return {"trainer": self.save}
+        return {"trainer": self.start_save if self._config.checkpoint.async_save else self.save}
 
     def save_hf(self, path: str) -> None:
         """Write a Hugging Face folder."""

@@ -99,7 +99,7 @@ class ActorCriticGroup(RayTrainGroup):
 
     def writers(self) -> dict[str, Any]:
         """What writes each part of a commit."""
-        return super().writers() | {"critic": self._critic.save}
+        return super().writers() | {"critic": self._critic.writers()["trainer"]}
 
     def shutdown(self) -> None:
         """End every rank of both; never raises."""

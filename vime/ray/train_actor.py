@@ -74,6 +74,18 @@ class MegatronTrainRayActor(WatchedActor):
         """Write the trainer's part of a commit."""
         self.trainer.save(path)
 
+    def start_save(self, path: str) -> None:
+        """Take the state that is to be the trainer's part of a commit, and begin to write it in the background."""
+        self.trainer.start_save(path)
+
+    def wait_saved(self) -> None:
+        """Until this rank's part is written, or could not be; to be called in the group "save", beside the other methods."""
+        self.trainer.wait_saved()
+
+    def finish_save(self) -> None:
+        """Make the part complete that `start_save` began."""
+        self.trainer.finish_save()
+
     def save_hf(self, path: str) -> None:
         """Write a Hugging Face folder."""
         self.trainer.save_hf(path)

@@ -6,6 +6,7 @@ from whole_runs import Run, metrics
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
 PPO = {"advantage_estimator": "ppo", "critic_lr": "1e-2", "num_critic_only_steps": 1, "lambd": 0.95, "normalize_advantages": True}
+PPO |= {"async_save": True, "save_interval": 1}  # the first commit is of a policy that has taken no optimizer step
 
 
 def steps(folder):
@@ -22,7 +23,9 @@ def test_a_run_with_a_critic_trains_both_and_resumes_both(flags, tmp_path):
     assert all(line["train/critic-value_loss"] > 0 and line["train/critic-grad_norm"] > 0 for line in (warm, trained))
     assert warm["train/critic-values"] == 0.0
     assert trained["train/critic-values"] != 0.0  # it has learnt something
-    assert (tmp_path / "run" / "iter_0000001" / "critic" / "metadata.json").is_file()
+    for commit in ("iter_0000000", "iter_0000001"):
+        assert f"saved {tmp_path / 'run' / commit}" in first.output
+        assert all((tmp_path / "run" / commit / part / "metadata.json").is_file() for part in ("trainer", "critic"))
     second = Run(flags(num_rollout=3, actor_num_gpus_per_node=2, **PPO), tmp_path / "second.txt")
     assert second.wait() == 0, second.output[-3000:]
     second.assert_nothing_left(ports=False)

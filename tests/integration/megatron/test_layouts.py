@@ -78,7 +78,26 @@ def test_same_seed_and_layout_is_bitwise_the_same(results: Results) -> None:
     assert bitwise(first["weights"], again["weights"])
 
 
-@pytest.mark.parametrize(("whole", "more"), [("four_steps", "two_more"), ("dp2_four", "dp2_more")])
+@pytest.mark.parametrize("case", ["four_steps", "dp2_four"])
+def test_a_state_saved_in_the_background_is_written_beside_training(results: Results, case: str) -> None:
+    assert not [name for name in results(case)["early"] if name.endswith(".distcp") or name == "metadata.json"]
+
+
+@pytest.mark.parametrize("case", ["two_steps", "dp2_two"])
+def test_a_save_that_failed_is_an_error_of_all_ranks_and_the_next_one_is_whole(results: Results, case: str) -> None:
+    """Twice, since the garbage collector once ended the process at the second one; what is saved afterwards is resumed below."""
+    first, second = results(case)["refused_save"]
+    assert first.startswith("ResourceError: no space left on")
+    assert "rank 0: [Errno 27] File too large" in first
+    assert second == first
+    if case == "dp2_two":
+        assert results(case, rank=1)["refused_save"] == [first, second]
+
+
+RESUMED = [("four_steps", "two_more"), ("dp2_four", "dp2_more"), ("four_steps", "two_after"), ("dp2_four", "dp2_after")]
+
+
+@pytest.mark.parametrize(("whole", "more"), RESUMED)
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(results: Results, whole: str, more: str) -> None:
     expected, resumed = results(whole), results(more)
     assert [without_times(m) for m in resumed["metrics"]] == [without_times(m) for m in expected["metrics"][2:]]

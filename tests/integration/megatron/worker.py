@@ -8,9 +8,12 @@ FOLDER holds `cases_WORLD.json`: a list of {name, model, tokens, actions, ...}. 
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import os
+import resource
 import sys
+import threading
 import traceback
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,7 @@ import torch.distributed as dist
 
 from vime.backends.megatron_utils import bootstrap
 from vime.backends.megatron_utils.actor import MegatronTrainer
+from vime.backends.megatron_utils.state_writer import StateWriter
 from vime.config import sections as s
 from vime.config.run import RunConfig
 from vime.errors import VimeError
@@ -100,6 +104,48 @@ def config_of(case: dict[str, Any]) -> RunConfig:
     return dataclasses.replace(base, algorithm=s.AlgorithmConfig(**case.get("algorithm", {})))
 
 
+def refused_save(trainer: MegatronTrainer, folder: str, *, rank: int) -> str:
+    """What a save says of which rank 0 may write files of 20 kB only."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    try:
+        trainer.save(folder)
+    except VimeError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        gc.collect()
+    return "none"
+
+
+class SaveBehind:
+    """A save that is written only after the training that goes on beside it."""
+
+    def __init__(self, trainer: MegatronTrainer, folder: str) -> None:
+        self._trainer, self._folder = trainer, Path(folder)
+        self._gate = threading.Event()
+        write = StateWriter._write
+
+        def write_later(saving: StateWriter) -> None:
+            assert self._gate.wait(120)
+            write(saving)
+
+        StateWriter._write = write_later  # type: ignore[method-assign]
+        try:
+            trainer.start_save(folder)
+        finally:
+            StateWriter._write = write  # type: ignore[method-assign]
+
+    def finish(self) -> list[str]:
+        """What was in the folder before."""
+        early = [path.name for path in self._folder.rglob("*")]
+        dist.barrier()
+        self._gate.set()
+        self._trainer.finish_save()
+        return early
+
+
 def refusal_of(case: dict[str, Any], *, world: int, rank: int, port: int) -> dict[str, Any]:
     """What the trainer says to a configuration that it does not take."""
     try:
@@ -122,6 +168,7 @@ def run_case(case: dict[str, Any], *, world: int, rank: int, port: int) -> dict[
         if case.get("dies") == rank:
             os._exit(0)
         out["probe"] = trainer.log_probs(list(range(3, 25)))
+        behind = None
         for number in range(case.get("first", 0), case.get("first", 0) + case.get("count", 1)):
             samples = make_samples(seed=number, nan_at=case.get("nan_at"))
             batch = make_batch(
@@ -133,6 +180,12 @@ def run_case(case: dict[str, Any], *, world: int, rank: int, port: int) -> dict[
                 rollout_id=number,
             )
             out["metrics"].append(trainer.train(batch))
+            if case.get("save_behind") and trainer.step == 2:
+                behind = SaveBehind(trainer, case["save_behind"])
+        if behind is not None:
+            out["early"] = behind.finish()
+        if case.get("refused_save"):
+            out["refused_save"] = [refused_save(trainer, case["refused_save"], rank=rank) for _ in range(2)]
         if case.get("save"):
             trainer.save(case["save"])
             out["children"] = [child.name() for child in psutil.Process().children(recursive=True)]

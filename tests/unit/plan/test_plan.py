@@ -195,6 +195,9 @@ def test_on_a_cpu_all_processes_share_one_memory(tmp_path: Path) -> None:
     assert refusals(s)[0].startswith("this machine (all processes): needs ")
     assert all(refusals(offer.settings) == [] for offer in offers(s))
     assert hosts(s, exports=True, saves=True) == []
+    behind = phase(devices(settings(tmp_path, "qwen3-0.6b", device="cpu", async_save=True, **two))[0], "train")
+    assert behind["trainer", "checkpoint being written"] == held["trainer", "weights"] + held["trainer", "optimizer"]
+    assert ("trainer", "checkpoint being written") not in held
 
 
 def test_reference_and_teacher_wait_in_host_memory(tmp_path: Path) -> None:

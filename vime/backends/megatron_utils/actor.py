@@ -21,7 +21,7 @@ from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from vime.backends.megatron_utils import bootstrap
 from vime.backends.megatron_utils.advantages import token_means, with_advantages
 from vime.backends.megatron_utils.arguments import resolve
-from vime.backends.megatron_utils.checkpoint import load_state, save_state
+from vime.backends.megatron_utils.checkpoint import load_state, start_save
 from vime.backends.megatron_utils.convert.registry import model_ops, model_shape
 from vime.backends.megatron_utils.convert.transfer import HFWeights, Ranks, load_hf_weights, parameters_by_name
 from vime.backends.megatron_utils.convert.writer import HFWriter, copy_small_files, keep_model_files
@@ -34,6 +34,7 @@ from vime.backends.megatron_utils.model import build_model, transformer_config
 from vime.backends.megatron_utils.optimizer import build_optimizer, build_schedule, wrap_data_parallel
 from vime.backends.megatron_utils.roles import HeldWeights, SentVersions
 from vime.backends.megatron_utils.rollout_data import Plans, postprocessed
+from vime.backends.megatron_utils.state_writer import StateWriter
 from vime.backends.megatron_utils.step import ReadFunction, forward_backward, forward_each, from_last_stage, sum_metrics
 from vime.backends.megatron_utils.trainer_hooks import TrainerHooks, optional_hook
 from vime.config.run import RunConfig
@@ -107,6 +108,7 @@ class MegatronTrainer:
         self._own_advantages = optional_hook(config.algorithm.custom_advantage_function_path, "custom_advantage_function_path")
         self._postprocess = optional_hook(config.training.rollout_data_postprocess_path, "rollout_data_postprocess_path")
         self._step = 0
+        self._saving: StateWriter | None = None
         self.returns: list[list[torch.Tensor]] = []  # of the last step with a critic: what it is to predict, [T] a micro-batch
 
     # --- what others ask ---
@@ -236,14 +238,35 @@ class MegatronTrainer:
 
     def save(self, path: str) -> None:
         """Write the whole training state: model, optimizer, schedule, random states, step; the reference where it moves."""
+        self.start_save(path, background=False)
+        self.finish_save()
+
+    def start_save(self, path: str, *, background: bool = True) -> None:
+        """Take the whole training state as it is now; `finish_save` comes next. In the background a thread writes a copy of it.
+
+        At most one state is on its way: a copy is as large as model and optimizer together.
+        """
+        assert self._saving is None, "finish_save() comes first"
         with self._watched(f"save {path}"):
             self._settle_parameters()
-            save_state(path, self._model, self._optimizer, self._schedule, step=self._step)
-            if dist.get_rank() == 0:  # `vime convert` then knows which model this is
-                keep_model_files(Path(str(self._config.model.hf_checkpoint)), Path(path))
             if self._config.model.ref_update_interval is not None:
                 with self._as_role("ref"):
                     self.save_hf(str(Path(path) / REFERENCE_FOLDER))
+            self._saving = start_save(path, self._model, self._optimizer, self._schedule, step=self._step, background=background)
+
+    def wait_saved(self) -> None:
+        """Until this rank's part of the state is written, or could not be. Not collective, and may be called from another thread."""
+        if self._saving is not None:
+            self._saving.wait()
+
+    def finish_save(self) -> None:
+        """Make the state that `start_save` took complete on disk. Raises ResourceError without space, CheckpointError otherwise."""
+        assert self._saving is not None, "start_save() comes first"
+        saving, self._saving = self._saving, None
+        with self._watched("end the save"):
+            saving.finish()
+            if dist.get_rank() == 0:  # `vime convert` then knows which model this is
+                keep_model_files(Path(str(self._config.model.hf_checkpoint)), Path(saving.path))
 
     def load(self, path: str, *, resume: bool = True) -> None:
         """Load what `save` wrote, at this or another parallel layout, to go on with that run.

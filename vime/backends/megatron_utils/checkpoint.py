@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import queue
 import random
-import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +18,14 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.distributed.checkpoint import CheckpointException
 
-from vime.errors import CheckpointError, ConfigError, ResourceError
+from vime.backends.megatron_utils.state_writer import Planned, StateWriter
+from vime.errors import CheckpointError, ConfigError
 
-__all__ = ["load_state", "save_state"]
+__all__ = ["load_state", "start_save"]
 
 Chunks = Sequence[torch.nn.Module]  # this rank's share of the model, wrapped in DistributedDataParallel
 
 log = logging.getLogger(__name__)
-FULL = (errno.ENOSPC, errno.EDQUOT)
-OPTIMIZER_BYTES = 12  # a parameter's main copy and two moments, in float32
 SCHEDULED = ("max_lr", "min_lr", "start_wd", "end_wd")  # what the schedule reads from a parameter group
 COMPLETE = "metadata.json"  # dist_checkpointing writes it last
 
@@ -89,77 +86,38 @@ def _set_generators(states: dict[str, Any]) -> None:
     tensor_parallel.get_cuda_rng_tracker().set_states(states["tracker"])
 
 
-def save_state(path: str, chunks: Chunks, optimizer: MegatronOptimizer, schedule: OptimizerParamScheduler, *, step: int) -> None:
-    """Write the whole training state into the folder `path`. Collective. The folder is complete once `metadata.json` is there.
+def start_save(
+    path: str, chunks: Chunks, optimizer: MegatronOptimizer, schedule: OptimizerParamScheduler, *, step: int, background: bool = False
+) -> StateWriter:
+    """Begin to write the whole training state into the folder `path`, as it is now; `finish` of what is returned ends it. Collective.
 
-    Raises ResourceError when there is no space left for it, CheckpointError when it cannot be written for another reason.
+    The folder is complete once `metadata.json` is there. With `background` a thread writes copies; else the writing is done on return.
     """
-    try:
-        _write(path, chunks, optimizer, schedule, step=step)
-    except (CheckpointException, RuntimeError, OSError) as error:
-        if _disk_full(error, path, _state_bytes(chunks)):
-            raise ResourceError(
-                f"no space left on {path} for the trainer's state ({_cause(error)}): free space and run the same command again; "
-                "earlier commits are intact."
-            ) from error
-        if isinstance(error, CheckpointException):  # a BaseException, which few expect
-            raise CheckpointError(f"the trainer's state could not be written into {path}: {_cause(error)}") from error
-        raise
-
-
-def _write(path: str, chunks: Chunks, optimizer: MegatronOptimizer, schedule: OptimizerParamScheduler, *, step: int) -> None:
     if dist.get_rank() == 0:
         Path(path).mkdir(parents=True, exist_ok=True)
     dist.barrier()
     generators: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(generators, _generators())
+    _start_moments(optimizer)
     state = _sharded(chunks, optimizer, loading=False)
     state |= {"step": step, "schedule": schedule.state_dict(), "generators": generators, "layout": layout()}
-    # The results of a synchronous save stay in this process. Megatron would start a Manager process for them (5 s and 300 MB
-    # at the first save, and left behind when a trainer is killed); a plain queue does.
-    filesystem_async._results_queue = queue.Queue()
-    dist_checkpointing.save(state, path)
-    dist.barrier()
+    filesystem_async._results_queue = queue.Queue()  # nothing goes into it: without one Megatron starts a process to hold it
+    request = dist_checkpointing.save(state, path, sharded_strategy=Planned(), async_sharded_save=True, async_strategy="mcore")
+    assert request is not None
+    del state  # in the background each tensor is let go as it is copied
+    return StateWriter(path, request, background=background)
 
 
-def _state_bytes(chunks: Chunks) -> int:
-    """About the size of the state of all ranks on disk."""
-    size = sum(p.numel() * (p.element_size() + OPTIMIZER_BYTES) for chunk in chunks for p in chunk.parameters())
-    return size * parallel_state.get_tensor_model_parallel_world_size() * parallel_state.get_pipeline_model_parallel_world_size()
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error, what it came from, and what the ranks of a CheckpointException reported."""
-    following: list[BaseException | None] = [error]
-    seen: set[int] = set()
-    while following:
-        here = following.pop(0)
-        if here is None or id(here) in seen:
-            continue
-        seen.add(id(here))
-        yield here
-        following += [here.__cause__, here.__context__]
-        if isinstance(here, CheckpointException):
-            following += [failure[0] for failure in here.failures.values()]
-
-
-def _cause(error: BaseException) -> str:
-    return str(list(_chain(error))[-1]).strip().replace("\n", " ")[:300]
-
-
-def _disk_full(error: BaseException, path: str, needed: int) -> bool:
-    """Whether a save of `needed` bytes failed for want of space. Megatron and torch often keep only the type of the first error, so
-    a disk with less than that free tells, too."""
-    if any((isinstance(e, OSError) and e.errno in FULL) or "No space left on device" in str(e) for e in _chain(error)):
-        return True
-    there = next(folder for folder in (Path(path), *Path(path).absolute().parents) if folder.exists())
-    return shutil.disk_usage(there).free < needed
+def _start_moments(optimizer: MegatronOptimizer) -> None:
+    """Before the first optimizer step there are no moments: make them, zero as Adam does, so that there is something to save."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        part.init_state_fn(part.optimizer, part.config)
 
 
 def load_state(
     path: str, chunks: Chunks, optimizer: MegatronOptimizer, schedule: OptimizerParamScheduler, *, resume: bool = True
 ) -> tuple[int, bool]:
-    """Load what `save_state` wrote. Collective. Returns (optimizer steps done, whether the random states are those asked for).
+    """Load what `start_save` wrote. Collective. Returns (optimizer steps done, whether the random states are those asked for).
 
     With `resume` the run goes on: step count, random states and the schedule's position are the saved ones. Peak rate, style,
     warm-up and length of the schedule are this command line's (a longer --num-rollout stretches the decay), unless

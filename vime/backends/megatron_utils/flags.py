@@ -86,7 +86,6 @@ CURES: dict[str, str] = {
     "lr_warmup_samples": "Say --lr-warmup-iters, in optimizer steps.",
     "lr_wsd_decay_samples": "Say --lr-wsd-decay-iters, in optimizer steps.",
     "ckpt_format": "Checkpoints are always torch_dist, fully reshardable.",
-    "async_save": "Saving is synchronous for now.",
     "tokenizer_type": "The tokenizer is the one in --hf-checkpoint.",
     "tokenizer_model": "The tokenizer is the one in --hf-checkpoint.",
     "no_save_optim": "A checkpoint always holds the optimizer: a resumed run must equal an uninterrupted one.",

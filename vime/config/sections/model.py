@@ -107,5 +107,8 @@ class CheckpointConfig:
     save_interval: int | None = opt(
         None, "Commit every N rollout steps; the last step is always committed when --save is given.", type=int, ge=1
     )
+    async_save: bool = opt(
+        False, "Write the trainer's state in the background, from a copy in host memory; it is a commit once all of it is on disk."
+    )
     save_hf: str | None = opt(None, "Also write a Hugging Face folder at each commit; {rollout_id} is filled in.", type=str, path="new")
     keep_checkpoints: int = opt(2, "Commits kept; older ones are removed after a newer one is complete.", ge=1)
