@@ -83,7 +83,8 @@ class WeightSyncReport:
     seconds: float  # from pause to resume, proof included
     num_tensors: int
     phases: dict[str, float] = field(default_factory=dict)  # seconds by phase: pause, start, transfer, finish, resume, proof
-    proof_max_abs_diff: float = 0.0  # max |trainer - engine| over the probe's log-probs
+    proof_max_abs_diff: float = 0.0  # max |trainer - engine| over the probe's log-probs; nan when no engine was left
+    lost: dict[str, str] = field(default_factory=dict)  # url -> why, of engines that failed meanwhile and were left behind
 
     @property
     def gigabytes_per_second(self) -> float:

@@ -31,6 +31,7 @@ from vime.observability.status import duration
 from vime.ray.actor_group import RayTrainGroup
 from vime.ray.cluster import Cluster
 from vime.ray.critic_group import ActorCriticGroup
+from vime.ray.engine_group import EngineGroup
 from vime.ray.placement_group import create_placement_groups
 from vime.ray.rollout import RolloutClient
 from vime.ray.supervisor import Supervisor
@@ -63,6 +64,7 @@ def _run(config: RunConfig, commit: Commit | None, log_dir: Path, begun: float) 
         with Cluster(config), _parts(config, log_dir, commit) as (rollout, trainer):
             first, total = _steps(config, rollout.num_prompts, commit)
             record = RunRecord(config, log_dir, first_step=first, num_steps=total)
+            rollout.engines.say = record.status.say
             record.status.say(f"ready after {duration(time.monotonic() - begun)}; steps {first + 1} to {total}; logs in {log_dir}")
             try:
                 run_loop(first, total, rollout, trainer, record)
@@ -133,16 +135,19 @@ def run_folder(config: RunConfig) -> Path:
 
 
 class _TrainerWithProbe:
-    """The train group, with the run's fixed probe prompt filled in."""
+    """The train group, with the run's fixed probe prompt filled in, and the engines told of every weight sync."""
 
-    def __init__(self, group: RayTrainGroup, probe: list[int], run_id: str) -> None:
-        self._group, self._probe, self._run_id = group, probe, run_id
+    def __init__(self, group: RayTrainGroup, engines: EngineGroup, probe: list[int], run_id: str) -> None:
+        self._group, self._engines, self._probe, self._run_id = group, engines, probe, run_id
+        engines.resend_through(lambda receivers: group.resend_weights(receivers, probe, run_id))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._group, name)
 
     def update_weights(self, version: int, engines: list[Any]) -> WeightSyncReport:
-        return self._group.update_weights(version, engines, self._probe, self._run_id)
+        report = self._group.update_weights(version, engines, self._probe, self._run_id)
+        self._engines.synced(report, engines)
+        return report
 
 
 @contextlib.contextmanager
@@ -169,7 +174,7 @@ def _parts(config: RunConfig, log_dir: Path, commit: Commit | None) -> Iterator[
         rollout.ready(own.rollout if own else None)
         if group is not None:
             group.ready()
-        yield rollout, _TrainerWithProbe(group, _probe(config), run_id) if group is not None else None
+        yield rollout, _TrainerWithProbe(group, rollout.engines, _probe(config), run_id) if group is not None else None
 
 
 def _same_run(config: RunConfig, commit: Commit) -> bool:

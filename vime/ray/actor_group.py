@@ -89,6 +89,11 @@ class RayTrainGroup:
         refs = [actor.update_weights.remote(version, engines, probe, run_id) for actor in self._actors]
         return self._get(refs, "weight sync", self._config.weight_update.update_weight_deadline + SYNC_GRACE)[0]
 
+    def resend_weights(self, engines: list[Any], probe: list[int], run_id: str) -> Any:
+        """Begin to send the engines what was sent last; a reference to the report, or to None when it was trained on meanwhile."""
+        refs = [actor.update_weights.remote(None, engines, probe, run_id) for actor in self._actors]
+        return refs[0]
+
     def save(self, path: str) -> None:
         """Write the trainer's part of a commit."""
         self._get([actor.save.remote(path) for actor in self._actors], "save", self._config.cluster.actor_deadline)

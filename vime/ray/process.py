@@ -31,8 +31,8 @@ class WatchedActor:
 
 
 def watched_actor(cls: type[WatchedActor]) -> Any:
-    """`cls` as a Ray actor class: `watch` and what waits for a save run beside the other methods, and a dead actor is not restarted."""
-    return ray.remote(concurrency_groups={"watch": 1, "save": 1}, max_restarts=0, max_task_retries=0)(cls)
+    """`cls` as a Ray actor class: what is called in a named group runs beside the other methods; a dead actor is not restarted."""
+    return ray.remote(concurrency_groups={"watch": 1, "save": 1, "control": 1}, max_restarts=0, max_task_retries=0)(cls)
 
 
 def redirect_output(log: Path) -> None:

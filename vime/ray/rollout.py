@@ -8,6 +8,7 @@ store.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from vime.config import RunConfig
 from vime.errors import EngineError, HookError
 from vime.hooks import hook_errors, load_hook, user_errors
 from vime.packing.build import build_train_batches, packing_metrics
+from vime.ray.engine_group import EngineGroup
 from vime.ray.process import WatchedActor, watched_actor
 from vime.ray.supervisor import Supervisor
 from vime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
@@ -53,6 +55,7 @@ class RolloutManager(WatchedActor):
         self._args = config.runtime_args(run_dir=run_dir, num_engines=config.num_engines, vllm_router_ip=None, vllm_router_port=None)
         self._source: Any = None
         self._engine_urls: list[str] = []
+        self._routing = threading.Lock()  # engines come and go while a rollout runs
 
     def init(self, load: str | None) -> int:
         """Load hooks and data; returns the number of prompts. Runs while engines and trainers start."""
@@ -86,6 +89,17 @@ class RolloutManager(WatchedActor):
         self._args = self._config.runtime_args(
             run_dir=self._run_dir, num_engines=self._config.num_engines, vllm_router_ip=host, vllm_router_port=port
         )
+
+    def route(self, endpoints: list[Any]) -> None:
+        """From now on exactly these engines are behind the router. May be called while another method runs."""
+        assert self._router is not None
+        urls = [endpoint.url for endpoint in endpoints]
+        with self._routing:
+            for url in set(self._engine_urls) - set(urls):
+                self._router.remove_worker(url)
+            for url in set(urls) - set(self._engine_urls):
+                self._router.add_worker(url)
+            self._engine_urls = urls
 
     def watch(self) -> None:
         """Return when the run ends; raise when the router dies."""
@@ -132,7 +146,8 @@ class RolloutManager(WatchedActor):
     def _check_router(self) -> None:
         """Requests go to this run's engines alone."""
         if self._router is not None:
-            check_workers(self._engine_urls, self._router)
+            with self._routing:
+                check_workers(self._engine_urls, self._router)
 
     def _processed_rewards(self, samples: list[Sample]) -> Any:
         """(raw, rewards) of the user's function; None when there is none and groups are normalised."""
@@ -210,30 +225,18 @@ class RolloutClient:
 
     NAME = "rollout manager"
 
-    def __init__(self, config: RunConfig, supervisor: Supervisor, manager: Any, engines: list[Any], engine_names: list[str]) -> None:
+    def __init__(self, config: RunConfig, supervisor: Supervisor, manager: Any, engines: EngineGroup) -> None:
         self._config, self._supervisor, self._manager = config, supervisor, manager
-        self._engines, self._engine_names = engines, engine_names
-        self._endpoints: list[Any] = []
+        self.engines = engines
         self._init_ref: Any = None
         self.num_prompts = 0
 
     @classmethod
     def launch(cls, config: RunConfig, supervisor: Supervisor, placement: Any, run_dir: Path, log_dir: Path, run_id: str) -> RolloutClient:
         """Create the manager and the engines; their servers begin to start at once."""
-        from vime.ray.engine_actor import VLLMEngine
-        from vime.ray.placement_group import CPU_SHARE
-
         manager = watched_actor(RolloutManager).options(num_cpus=0).remote(config, str(run_dir), str(log_dir))
         supervisor.watch(cls.NAME, manager.watch.options(concurrency_group="watch").remote(), log_dir / "rollout_manager.log")
-        engines, names = [], []
-        engine_class = watched_actor(VLLMEngine)
-        for index in range(config.num_engines):
-            options = {"num_cpus": CPU_SHARE, "scheduling_strategy": placement.engine(index)}
-            engine = engine_class.options(**options).remote(config, index, str(log_dir), run_id)
-            names.append(f"engine {index}")
-            supervisor.watch(names[-1], engine.watch.options(concurrency_group="watch").remote(), log_dir / f"engine_{index}.log")
-            engines.append(engine)
-        return cls(config, supervisor, manager, engines, names)
+        return cls(config, supervisor, manager, EngineGroup(config, supervisor, placement, log_dir, run_id))
 
     def _begun(self, load: Path | None) -> Any:
         if self._init_ref is None:
@@ -247,22 +250,25 @@ class RolloutClient:
 
     def ready(self, load: Path | None) -> None:
         """Wait until data and engines are ready, then put the router in front of the engines."""
-        refs = [self._begun(load), *(engine.start.remote() for engine in self._engines)]
+        refs, names = [self._begun(load), *self.engines.starts()], [self.NAME, *self.engines.names]
         deadline = self._config.engine.vllm_start_deadline + 30.0
-        self.num_prompts, *self._endpoints = self._supervisor.get(
-            refs, names=[self.NAME, *self._engine_names], phase="start", deadline=deadline
-        )
-        if self._engines:
-            self._call(self._manager.connect, self._endpoints, phase="router start and handshake", deadline=deadline)
+        self.num_prompts, *endpoints = self._supervisor.get(refs, names=names, phase="start", deadline=deadline)
+        if endpoints:
+            self._call(self._manager.connect, endpoints, phase="router start and handshake", deadline=deadline)
+            self.engines.serve(endpoints, self._route)
+
+    def _route(self, endpoints: list[Any]) -> None:
+        method = self._manager.route.options(concurrency_group="control")
+        self._call(method, endpoints, phase="engines behind the router", deadline=ROUTER_DEADLINE * (1 + len(self.engines)))
 
     @property
     def has_engines(self) -> bool:
         """Whether there is anything to send weights to."""
-        return bool(self._engines)
+        return len(self.engines) > 0
 
     def endpoints(self) -> list[Any]:
-        """Where the engines' control ports are."""
-        return self._endpoints
+        """Where the control ports of the engines are that a weight sync is to reach."""
+        return self.engines.receivers()
 
     def generate(self, rollout_id: int) -> Generated:
         """One rollout step."""
@@ -278,11 +284,11 @@ class RolloutClient:
 
     def shutdown(self) -> None:
         """End router and engines; never raises."""
-        refs = [actor.stop.remote() for actor in [self._manager, *self._engines]]
+        refs = [self._manager.stop.remote(), *self.engines.shutdown_refs()]
         ray.wait(refs, num_returns=len(refs), timeout=60.0)
-        for actor in [self._manager, *self._engines]:
-            with contextlib.suppress(Exception):
-                ray.kill(actor)
+        self.engines.kill()
+        with contextlib.suppress(Exception):
+            ray.kill(self._manager)
 
     @property
     def _deadline(self) -> float:

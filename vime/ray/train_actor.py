@@ -32,6 +32,7 @@ class MegatronTrainRayActor(WatchedActor):
         self._trainer: MegatronTrainer | None = None
         self._store: TCPStore | None = None
         self._updater: WeightUpdater | None = None
+        self._sent_version: int | None = None  # the version that the weights of now were sent as; None once trained on
 
     def rendezvous(self) -> tuple[str, int]:
         """(address, port) where the ranks meet; asked of rank 0, which serves there from now on, so that nobody can take the port."""
@@ -64,6 +65,7 @@ class MegatronTrainRayActor(WatchedActor):
 
     def train(self, batch: TrainBatch, values: Any = None) -> dict[str, float]:
         """One rollout step of training on this rank's share, with the critic's values. The metrics are the same on all ranks."""
+        self._sent_version = None
         return self.trainer.train(batch, values)
 
     def returns(self) -> Any:
@@ -90,21 +92,30 @@ class MegatronTrainRayActor(WatchedActor):
         """Write a Hugging Face folder."""
         self.trainer.save_hf(path)
 
-    def update_weights(self, version: int, engines: list[Any], probe: list[int], run_id: str) -> WeightSyncReport | None:
-        """Send this trainer's weights to the engines as `version`, with proof. Rank 0 returns the report."""
+    def update_weights(self, version: int | None, engines: list[Any], probe: list[int], run_id: str) -> WeightSyncReport | None:
+        """Send this trainer's weights to the engines as `version`, with proof. Rank 0 returns the report.
+
+        `version` None: send once more what was sent last; nothing is sent, and None returned, when it was trained on meanwhile.
+        """
         from vime.backends.megatron_utils.update_weight.sync import WeightUpdater
 
-        trainer = self.trainer
+        version = self._sent_version if version is None else version
+        if version is None:
+            return None
+        trainer, faults = self.trainer, self._config.fault_tolerance
         expected = trainer.log_probs(probe)
-        trainer.sent_as(version)
+        if version != self._sent_version:
+            trainer.sent_as(version)
+            self._sent_version = version
         buckets = trainer.hf_weights(self._config.weight_update.update_weight_buffer_size)
         if self._rank != 0:
             for _ in buckets:
                 pass
             return None
         if self._updater is None:  # kept: it remembers the sync before, which its proof compares with
-            self._updater = WeightUpdater(engines, self._config.weight_update, run_id=run_id)
-        return self._updater.update(version, buckets, probe, lambda _tokens: expected)
+            step = faults.rollout_health_check_timeout if faults.use_fault_tolerance else None
+            self._updater = WeightUpdater(self._config.weight_update, run_id=run_id, step_seconds=step)
+        return self._updater.update(engines, version, buckets, probe, lambda _tokens: expected)
 
     def shutdown(self) -> None:
         """Leave the process group; the actor can be ended after this."""

@@ -59,7 +59,11 @@ class GenerateState:
             HttpScope(
                 base_url=router_url(args),
                 limit=self.semaphore,
-                policy=RetryPolicy(timeout=args.rollout_request_timeout, retries=args.rollout_request_retries),
+                policy=RetryPolicy(
+                    timeout=args.rollout_request_timeout,
+                    retries=args.rollout_request_retries,
+                    patience=args.vllm_start_deadline if args.use_fault_tolerance else 0.0,  # the only engine may be being replaced
+                ),
             )
         )
         self.sampling_params = {

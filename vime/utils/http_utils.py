@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import random
 import time
@@ -34,6 +35,7 @@ class RetryPolicy:
 
     timeout: float = 600.0  # seconds of one try, connecting included
     retries: int = 3  # further tries after a timeout, a connection error or a 5xx
+    patience: float = 0.0  # seconds in which connection errors and 5xx are tried again without being counted
     backoff: float = 0.25  # seconds before the first retry; doubles each time, at most 8
     jitter: bool = True  # up to half of the wait is random, so that many clients do not return at once
 
@@ -180,6 +182,7 @@ def _policy(scope: HttpScope | None, retries: int | None, timeout: float | None)
         retries=base.retries if retries is None else retries,
         backoff=base.backoff,
         jitter=base.jitter,
+        patience=base.patience if retries is None else 0.0,
     )
 
 
@@ -216,9 +219,9 @@ async def request_json(
     """
     body = None if payload is None else json.dumps(payload).encode()
     sent = {**({"Content-Type": "application/json"} if body is not None else {}), **(headers or {})}
-    earlier, last, timed_out = "none", "none", False
+    earlier, last, timed_out, counted = "none", "none", False, 0
     begun = time.monotonic()
-    for attempt in range(policy.retries + 1):
+    for attempt in itertools.count():
         extra = first_try_headers if attempt == 0 and first_try_headers else {}
         try:
             status, text = await _send(session, method, url, body, {**sent, **extra}, policy.timeout)
@@ -232,18 +235,21 @@ async def request_json(
             earlier, last, timed_out = last, f"HTTP {status}: {text[:BODY_SHOWN]}", False
             if status < 500:
                 raise EngineError(f"{method} {url} was refused with HTTP {status}: {text[:BODY_SHOWN]}. The request itself is at fault.")
-        if attempt < policy.retries:
-            await asyncio.sleep(policy.wait(attempt))
+        if timed_out or time.monotonic() - begun >= policy.patience:
+            if counted == policy.retries:
+                break
+            counted += 1
+        await asyncio.sleep(policy.wait(attempt))
     if timed_out:
         raise DeadlineError(
             peer=url,
-            phase=f"{method} ({policy.retries + 1} tries in {time.monotonic() - begun:.4g} s, the last without a reply)",
+            phase=f"{method} ({attempt + 1} tries in {time.monotonic() - begun:.4g} s, the last without a reply)",
             seconds=policy.timeout,
             progress=f"the try before it: {earlier}",
             cure="Is the server, or an engine behind it, overloaded or stuck? Their logs say; or raise --rollout-request-timeout.",
         )
     raise EngineError(
-        f"{method} {url} failed {policy.retries + 1} times; the last failure: {last}. "
+        f"{method} {url} failed {attempt + 1} times; the last failure: {last}. "
         "Look at the log of the router and of the engines behind it; --rollout-request-retries allows more tries."
     )
 

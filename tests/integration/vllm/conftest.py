@@ -55,7 +55,7 @@ class Trainer:
 
     def updater(self, config: WeightUpdateConfig | None = None, kind: type[WeightUpdater] = WeightUpdater) -> WeightUpdater:
         """A sender to the engine."""
-        return kind([self.engine.endpoint], config or WeightUpdateConfig(), run_id="tests")
+        return kind(config or WeightUpdateConfig(), run_id="tests")
 
     def send(
         self,
@@ -67,7 +67,7 @@ class Trainer:
         """Sync the present weights as the next version."""
         self.version = self._next_version()
         updater = updater or self.updater(config, updater_class)
-        return updater.update(self.version, iter(self.buckets(bucket_size)), PROBE, self.log_probs)
+        return updater.update([self.engine.endpoint], self.version, iter(self.buckets(bucket_size)), PROBE, self.log_probs)
 
 
 @pytest.fixture(scope="session")

@@ -48,14 +48,14 @@ def test_an_engine_computes_with_the_experts_that_were_sent(tmp_path: Path, monk
     try:
         trainer = MegatronTrainer(config, rank=0, world_size=1, master_addr="127.0.0.1", master_port=free_port())
         engine.wait_healthy(START_SECONDS)
-        updater = WeightUpdater([engine.endpoint], WeightUpdateConfig(), run_id="experts")
+        updater = WeightUpdater(WeightUpdateConfig(), run_id="experts")
         for version in (1, 2):
             generator = torch.Generator().manual_seed(version)
             with torch.no_grad():
                 for chunk in trainer._model:
                     for parameter in chunk.parameters():
                         parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
-            report = updater.update(version, trainer.hf_weights(100_000), PROBE, trainer.log_probs)
+            report = updater.update([engine.endpoint], version, trainer.hf_weights(100_000), PROBE, trainer.log_probs)
             assert report.proof_max_abs_diff < 1e-4
     finally:
         engine.stop()

@@ -85,8 +85,8 @@ def test_both_engines_get_the_weights_and_the_requests(
     endpoints = [trainer.engine.endpoint, second.endpoint]
     trainer.draw(11)
     version = next_version()
-    updater = WeightUpdater(endpoints, WeightUpdateConfig(), run_id="tests")
-    report = updater.update(version, iter(trainer.buckets(5)), PROBE, trainer.log_probs)
+    updater = WeightUpdater(WeightUpdateConfig(), run_id="tests")
+    report = updater.update(endpoints, version, iter(trainer.buckets(5)), PROBE, trainer.log_probs)
     assert report.num_bytes == 2 * sum(tensor.nbytes for bucket in trainer.buckets(100) for _, tensor in bucket)
 
     router.add_worker(second.endpoint.url)
@@ -115,7 +115,7 @@ def test_killing_an_engines_owner_leaves_nothing_and_the_next_sync_names_the_eng
     assert [path for path in second.segments if path.exists()] == []
     assert [path.name for path in second.scratch.iterdir() if not path.name.startswith("torchinductor")] == []
 
-    updater = WeightUpdater([trainer.engine.endpoint, second.endpoint], WeightUpdateConfig(), run_id="tests")
+    updater = WeightUpdater(WeightUpdateConfig(), run_id="tests")
     with pytest.raises(EngineError, match=r"engine 1 at .* cannot be reached.*engine 0, engine 1 stay paused"):
-        updater.update(next_version(), iter(trainer.buckets(5)), PROBE, trainer.log_probs)
+        updater.update([trainer.engine.endpoint, second.endpoint], next_version(), iter(trainer.buckets(5)), PROBE, trainer.log_probs)
     assert trainer.engine.control.is_paused()

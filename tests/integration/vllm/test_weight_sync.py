@@ -204,7 +204,7 @@ def buckets():
     os.kill(os.getpid(), signal.SIGKILL)
 
 engine = EngineEndpoint(name="engine 0", url=sys.argv[1], secret=sys.argv[2])
-Killed([engine], WeightUpdateConfig(), run_id="killed").update(99, buckets(), [1, 2], lambda tokens: [0.0])
+Killed(WeightUpdateConfig(), run_id="killed").update([engine], 99, buckets(), [1, 2], lambda tokens: [0.0])
 """
 
 
@@ -214,5 +214,5 @@ def test_a_killed_trainer_leaves_no_segment(trainer: Any, moment: str, left_at_o
     sender = subprocess.run([sys.executable, "-c", KILLED_SENDER, endpoint.url, endpoint.secret, moment], timeout=60)
     assert sender.returncode == -9
     assert len(weight_segments("killed")) == left_at_once
-    WeightUpdater([endpoint], WeightUpdateConfig(), run_id="next")  # the next start of anything
+    WeightUpdater(WeightUpdateConfig(), run_id="next")  # the next start of anything
     assert weight_segments("killed") == []

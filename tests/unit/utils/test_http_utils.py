@@ -48,6 +48,17 @@ def test_a_5xx_that_stays_is_an_error_with_the_servers_words_after_the_bounded_t
     assert count == QUICK.retries + 1
 
 
+def test_with_patience_errors_of_the_server_are_not_counted_and_timeouts_are() -> None:
+    patient = RetryPolicy(timeout=5.0, retries=1, backoff=0.001, patience=60.0)
+    result, count = run(post_with(lambda body, n: web.Response(status=503, text="no worker") if n < 9 else {"ok": True}, patient))
+    assert result == {"ok": True}
+    assert count == 10
+    hasty = RetryPolicy(timeout=0.05, retries=1, backoff=0.001, patience=60.0)
+    result, count = run(post_with(lambda body, n: asyncio.sleep(5.0), hasty))
+    assert isinstance(result, DeadlineError)
+    assert count == 2
+
+
 @pytest.mark.parametrize("status", [400, 404, 422])
 def test_a_4xx_is_an_error_at_once_with_the_body(status: int) -> None:
     result, count = run(post_with(lambda body, n: web.Response(status=status, text="max_tokens is too large")))

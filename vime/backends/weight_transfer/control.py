@@ -83,9 +83,9 @@ class EngineControl:
         """Schedule again."""
         self.call("POST", "/resume", seconds=seconds)
 
-    def is_paused(self) -> bool:
-        """Whether the engine is paused."""
-        return bool(self.call("GET", "/is_paused")["is_paused"])
+    def is_paused(self, seconds: float | None = None) -> bool:
+        """Whether the engine is paused; its core is asked."""
+        return bool(self.call("GET", "/is_paused", seconds=seconds)["is_paused"])
 
     def reset_prefix_cache(self, seconds: float | None = None) -> None:
         """Forget all cached keys and values, those of running requests included (they are computed anew)."""

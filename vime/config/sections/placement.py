@@ -10,7 +10,6 @@ from vime.config.fields import opt
 __all__ = ["ClusterConfig", "EngineConfig", "FaultToleranceConfig", "RouterConfig"]
 
 TURNS = "on the CPU trainer and engines share the cores and nothing is moved. Leave it out."
-HEALTH = "a dead or hung engine ends the run with an error that names it, and the same command resumes. Leave it out."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,9 +84,9 @@ class RouterConfig:
 class FaultToleranceConfig:
     """What happens when an engine fails."""
 
-    use_fault_tolerance: bool = opt(False, "Probe the engines and replace those that fail.", not_yet=HEALTH)
-    rollout_health_check_interval: float = opt(30.0, "Seconds between two probes of an engine.", gt=0, not_yet=HEALTH)
-    rollout_health_check_timeout: float = opt(30.0, "Seconds a probe may take before its engine is replaced.", gt=0, not_yet=HEALTH)
+    use_fault_tolerance: bool = opt(False, "Probe the engines and replace those that fail.")
+    rollout_health_check_interval: float = opt(30.0, "Seconds between two probes of an engine.", gt=0)
+    rollout_health_check_timeout: float = opt(30.0, "Seconds a probe may take before its engine is replaced.", gt=0)
     rollout_health_check_first_wait: float = opt(
-        300.0, "Seconds after a start or wake-up before the first probe: engines compile then. slime's default is 0.", ge=0, not_yet=HEALTH
+        300.0, "Seconds after a start or wake-up before the first probe: engines compile then. slime's default is 0.", ge=0
     )

@@ -3,7 +3,8 @@
     pause (keep) ─▶ reset prefix cache ─▶ start ─▶ buckets ─▶ compare digests ─▶ finish(version) ─▶ resume ─▶ proof
 
 An engine samples under version v until the pause and under v + 1 after the resume. When anything fails in between, no engine
-is resumed: a half-loaded engine generates nothing. Runs on the trainer's rank 0; the other ranks only iterate the buckets.
+is resumed: a half-loaded engine generates nothing. With `step_seconds` an engine that fails, or takes longer over a step, is left
+behind as it is, and the sync goes on with the others. Runs on the trainer's rank 0; the other ranks only iterate the buckets.
 """
 
 from __future__ import annotations
@@ -39,14 +40,16 @@ _NOISE_FACTOR = 5.0  # so many times the differences seen in good syncs, is not 
 
 
 class WeightUpdater:
-    """Sends weights to a fixed set of engines on this host."""
+    """Sends weights to engines on this host."""
 
-    def __init__(self, engines: Sequence[EngineEndpoint], config: WeightUpdateConfig, *, run_id: str) -> None:
-        """`run_id` is part of the shared-memory segments' names. Segments that dead trainers left are removed here."""
-        if not engines:
-            raise ValueError("WeightUpdater needs at least one engine")
-        self._engines = [EngineControl.of(endpoint) for endpoint in engines]
-        self._config, self._run_id = config, run_id
+    def __init__(self, config: WeightUpdateConfig, *, run_id: str, step_seconds: float | None = None) -> None:
+        """`run_id` is part of the shared-memory segments' names. Segments that dead trainers left are removed here.
+
+        `step_seconds`: how long an engine may take over one step before it is left behind; None: any failure ends the sync.
+        """
+        self._engines: list[EngineControl] = []  # those that are still in the present sync
+        self._lost: dict[str, str] = {}
+        self._config, self._run_id, self._step_seconds = config, run_id, step_seconds
         self._deadline = math.inf
         self._sent: dict[str, Sent] = {}
         self._bytes = 0
@@ -57,12 +60,13 @@ class WeightUpdater:
 
     def update(
         self,
+        engines: Sequence[EngineEndpoint],
         version: int,
         buckets: Iterator[Bucket],
         probe_tokens: list[int],
         trainer_log_probs: Callable[[list[int]], list[float]],
     ) -> WeightSyncReport:
-        """Make every engine hold these weights as `version`, and prove it.
+        """Make every one of `engines` hold these weights as `version`, and prove it.
 
         `buckets` yields (Hugging Face name, full tensor) pairs; `trainer_log_probs(tokens)` gives the trainer's natural
         log-probabilities of tokens[1:] under the same weights.
@@ -70,9 +74,12 @@ class WeightUpdater:
         Raises WeightSyncError naming the tensors or the layer, ResourceError without room in shared memory, DeadlineError
         and EngineError naming the engine. After any of them the engines stay paused until a whole update succeeds.
         """
+        if not engines:
+            raise ValueError("a weight update needs at least one engine")
         if len(probe_tokens) < 2:
             raise ValueError("the probe needs at least two tokens")
         expected = trainer_log_probs(probe_tokens)
+        self._engines, self._lost = [EngineControl.of(endpoint) for endpoint in engines], {}
         self._sent, self._bytes, self._phases = {}, 0, {}
         begun = time.monotonic()
         self._deadline = begun + self._config.update_weight_deadline
@@ -89,6 +96,7 @@ class WeightUpdater:
             num_tensors=len(self._sent),
             phases=dict(self._phases),
             proof_max_abs_diff=worst,
+            lost=dict(self._lost),
         )
 
     def _transaction(
@@ -123,7 +131,7 @@ class WeightUpdater:
         with contextlib.ExitStack() as stack:
             segment: Segment | None = None
             for bucket in buckets:
-                if not bucket:
+                if not bucket or not self._engines:  # with no engine left: the other ranks wait for us to take every bucket
                     continue
                 raw = [(name, tensor, as_bytes(tensor)) for name, tensor in bucket]
                 for name, tensor, data in raw:
@@ -149,7 +157,7 @@ class WeightUpdater:
 
     def _compare(self, pool: ThreadPoolExecutor) -> None:
         """Every worker of every engine received exactly what was sent, and every parameter of its model was loaded."""
-        if not self._sent:
+        if not self._sent and self._engines:
             raise WeightSyncError("The trainer sent no weights at all.")
         problems = []
         answers = self._all(pool, lambda engine: engine.received_weights(self._left()))
@@ -184,6 +192,8 @@ class WeightUpdater:
                 )
             self._refuse_previous(engine.name, values, expected)
             worst = max(worst, gaps[at])
+        if not self._engines:
+            return math.nan
         self._previous, self._noise = expected, max(self._noise, worst)
         return worst
 
@@ -232,12 +242,26 @@ class WeightUpdater:
         return error
 
     def _all(self, pool: ThreadPoolExecutor, call: Callable[[EngineControl], Any]) -> list[Any]:
-        """`call` on every engine at once; returns when all have answered, and raises the first failure."""
-        return [future.result() for future in [pool.submit(call, engine) for engine in self._engines]]
+        """`call` on every engine at once; returns when all have answered, with the answers of `self._engines` in order.
+
+        The first failure is raised; with `step_seconds` the engines that failed leave `self._engines` instead.
+        """
+        answers, left = [], []
+        for engine, future in [(engine, pool.submit(call, engine)) for engine in self._engines]:
+            try:
+                answers.append(future.result())
+                left.append(engine)
+            except PeerError as error:
+                if self._step_seconds is None:
+                    raise
+                self._lost[engine.url] = str(error)
+        self._engines = left
+        return answers
 
     def _left(self) -> float:
-        """Seconds until the whole update's deadline."""
-        return max(0.001, self._deadline - time.monotonic())
+        """Seconds until the deadline of the whole update, or of the present step when that is earlier."""
+        left = max(0.001, self._deadline - time.monotonic())
+        return left if self._step_seconds is None else min(left, self._step_seconds)
 
     @contextlib.contextmanager
     def _phase(self, name: str) -> Iterator[None]:
