@@ -50,6 +50,12 @@ class DynamicFilter(Protocol):
     def __call__(self, args: Any, group: list[Any]) -> Any: ...
 
 
+class BufferFilter(Protocol):
+    """Takes up to num_samples groups out of the list `buffer` and returns them; what else it takes out is dropped."""
+
+    def __call__(self, args: Any, rollout_id: int | None, buffer: list[Any], num_samples: int) -> list[Any]: ...
+
+
 class SampleFilter(Protocol):
     """Sets `remove_sample` on samples that shall not enter the loss."""
 
@@ -165,6 +171,7 @@ KINDS: Mapping[str, HookKind] = MappingProxyType(
         "data_source_path": HookKind(flag="--data-source-path", protocol=DataSourceClass, methods=_DataSourceMethods),
         "custom_generate_function_path": HookKind(flag="--custom-generate-function-path", protocol=GenerateFunction),
         "dynamic_sampling_filter_path": HookKind(flag="--dynamic-sampling-filter-path", protocol=DynamicFilter),
+        "buffer_filter_path": HookKind(flag="--buffer-filter-path", protocol=BufferFilter),
         "rollout_sample_filter_path": HookKind(flag="--rollout-sample-filter-path", protocol=SampleFilter),
         "custom_rm_path": HookKind(flag="--custom-rm-path", protocol=RewardFunction),
         "custom_reward_post_process_path": HookKind(flag="--custom-reward-post-process-path", protocol=RewardPostProcess),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from pathlib import Path
 from typing import Any
@@ -107,7 +108,7 @@ class RunRecord:
                 train.save_hf(save.save_hf.format(rollout_id=step))
             except (VimeError, OSError) as error:  # an export that fails must not cost the commit
                 failed = error
-        writers: dict[str, Any] = {"rollout": rollout.save}
+        writers: dict[str, Any] = {"rollout": functools.partial(rollout.save, step=step)}
         if train is not None:
             writers |= train.writers()
         opened = begin_commit(Path(save.save), step, weight_version=step + 1, writers=writers, keep=save.keep_checkpoints)

@@ -53,7 +53,8 @@ _GENERATION = _names(
     "rm_type custom_rm_path rm_url group_rm reward_key overlong_buffer_len overlong_penalty_factor "
     "custom_generate_function_path rollout_sample_hook_path rollout_top_p rollout_top_k rollout_max_response_len "
     "rollout_skip_special_tokens rollout_stop rollout_stop_token_ids over_sampling_batch_size dynamic_sampling_filter_path "
-    "rollout_sample_filter_path rollout_all_samples_process_path rollout_request_timeout rollout_request_retries"
+    "rollout_sample_filter_path rollout_all_samples_process_path rollout_request_timeout rollout_request_retries "
+    "buffer_filter_path buffer_max_groups buffer_overflow"
 )
 _EVALUATION = _names(
     "skip_eval_before_train n_samples_per_eval_prompt eval_temperature eval_top_p eval_top_k eval_max_response_len eval_max_prompt_len "

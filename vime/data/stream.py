@@ -10,7 +10,7 @@ import logging
 import random
 from array import array
 from collections.abc import Sequence
-from dataclasses import astuple
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import xxhash
@@ -21,13 +21,28 @@ from vime.data.tables import Table, join_tables, open_table
 from vime.errors import DataError
 from vime.utils.types import Sample
 
-__all__ = ["LOOK_AHEAD", "PromptStreams"]
+__all__ = ["LOOK_AHEAD", "TOO_LONG", "Draw", "PromptStreams", "epoch_order"]
 
 logger = logging.getLogger(__name__)
 
 LOOK_AHEAD = 2_000  # rows of a source that are read when it is opened
 REMEMBERED = 20_000  # rendered prompts of a source that are kept in memory
 NAMED = 5  # malformed rows that are named in the log
+TOO_LONG, MALFORMED = "too long", "malformed"  # why a row is left out
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draw:
+    """A row whose turn has come."""
+
+    source: int  # which of --prompt-data's weighted sources
+    epoch: int  # of that source
+    position: int  # in the epoch's order, from 0
+    row: int  # in the source, from 0
+    file: str
+    line: int  # from 1
+    unit: str  # "line", or "row" of a table
+    reason: str | None = None  # why it is left out; None: it gave a prompt
 
 
 class _Stream:
@@ -49,21 +64,23 @@ class _Stream:
     def seek(self, epoch: int, offset: int) -> None:
         """Go to the place after `offset` rows of `epoch`."""
         self.epoch, self.offset = epoch, offset
-        self._order: Sequence[int] = range(len(self.table))
-        if self._shuffle_seed is not None:
-            self._order = array("q", self._order)
-            random.Random(self._shuffle_seed + epoch).shuffle(self._order)
+        self._order = epoch_order(len(self.table), self._shuffle_seed, epoch)
 
-    def next(self) -> Sample:
-        """The next prompt; what is left out is passed over."""
+    def next(self, source: int) -> tuple[Sample, list[Draw]]:
+        """The next prompt, and the rows drawn for it: those that are left out, and its own. `source` is the stream's number."""
+        draws: list[Draw] = []
         for _ in range(len(self.table) + 1):
             if self.offset >= len(self.table):
                 self.seek(self.epoch + 1, 0)
             number = self._order[self.offset]
-            self.offset += 1
             sample = None if number in self.long or number in self.bad else self._read(number)
+            reason = None if sample is not None else TOO_LONG if number in self.long else MALFORMED
+            file, line, unit = self.table.place(number)
+            place = {"source": source, "epoch": self.epoch, "position": self.offset, "row": number}
+            draws.append(Draw(**place, file=file, line=line, unit=unit, reason=reason))
+            self.offset += 1
             if sample is not None:
-                return sample
+                return sample, draws
         raise self._nothing_left()
 
     def _read(self, number: int) -> Sample | None:
@@ -102,6 +119,15 @@ class _Stream:
         )
 
 
+def epoch_order(num_rows: int, shuffle_seed: int | None, epoch: int) -> Sequence[int]:
+    """Row numbers in the order in which an epoch draws them."""
+    if shuffle_seed is None:
+        return range(num_rows)
+    order = array("q", range(num_rows))
+    random.Random(shuffle_seed + epoch).shuffle(order)
+    return order
+
+
 class PromptStreams:
     """The sources of --prompt-data. With weights, each source is drawn from in their proportion, at every moment as nearly as
     whole prompts allow; without, they are one source, one file after the other.
@@ -119,6 +145,7 @@ class PromptStreams:
             shuffle_seed,
             [source.weight for source in sources],
         ]
+        self._shuffle_seed = shuffle_seed
         options: dict[str, Any] = {"shuffle_seed": shuffle_seed, "skip_bad": skip_bad}
         self._streams = [
             _Stream(f"--prompt-data {name}", table, form, tokenizer, **options) for name, table in _tables(prompt_data, sources)
@@ -151,11 +178,19 @@ class PromptStreams:
         """Rows gone by in the present pass, over all sources."""
         return sum(stream.offset for stream in self._streams)
 
-    def next(self) -> Sample:
-        """The next prompt; belongs to the streams, so copy it."""
+    def next(self) -> tuple[Sample, list[Draw]]:
+        """The next prompt (it belongs to the streams, so copy it), and the rows drawn for it, its own the last."""
         at = min(range(len(self._streams)), key=lambda i: (self._drawn[i] + 1) / self._weights[i])
         self._drawn[at] += 1
-        return self._streams[at].next()
+        return self._streams[at].next(at)
+
+    def describe(self) -> dict[str, Any]:
+        """What the order of the rows follows from: sources with their numbers of rows, and the seed that shuffles each epoch."""
+        return {
+            "digest": self._digest(),
+            "shuffle_seed": self._shuffle_seed,
+            "sources": [{"name": stream.name, "rows": len(stream.table)} for stream in self._streams],
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """Where each source stands, and a digest of what they hold."""

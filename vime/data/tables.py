@@ -41,6 +41,10 @@ class Table(Protocol):
         """Row `number` from 0. Raises DataError, naming file and line, when it is malformed."""
         ...
 
+    def place(self, number: int) -> tuple[str, int, str]:
+        """(file, line or row from 1, "line" or "row") of row `number`."""
+        ...
+
     def digest(self) -> str: ...
 
 
@@ -108,6 +112,9 @@ class _Slice:
     def row(self, number: int) -> Row:
         return self._table.row(self._chosen[number])
 
+    def place(self, number: int) -> tuple[str, int, str]:
+        return self._table.place(self._chosen[number])
+
     def digest(self) -> str:
         return f"{self._table.digest()}[{self._chosen.start}:{self._chosen.stop}]"
 
@@ -125,6 +132,10 @@ class _Joined:
     def row(self, number: int) -> Row:
         at = bisect.bisect_right(self._starts, number) - 1
         return self._tables[at].row(number - self._starts[at])
+
+    def place(self, number: int) -> tuple[str, int, str]:
+        at = bisect.bisect_right(self._starts, number) - 1
+        return self._tables[at].place(number - self._starts[at])
 
     def digest(self) -> str:
         return xxhash.xxh3_128_hexdigest(" ".join(table.digest() for table in self._tables).encode())
@@ -164,6 +175,9 @@ class _JsonLines:
     def row(self, number: int) -> Row:
         return parse_row(self._path, int(self._lines[number]), self._line(int(self._starts[number])))
 
+    def place(self, number: int) -> tuple[str, int, str]:
+        return self._path, int(self._lines[number]), "line"
+
     def digest(self) -> str:
         return xxhash.xxh3_128_hexdigest(self._bytes or b"")
 
@@ -182,6 +196,9 @@ class _ArrowTable:
         at = bisect.bisect_right(self._starts, number) - 1
         (data,) = self._batches[at].slice(number - self._starts[at], 1).to_pylist()
         return Row(file=self._name, line=number + 1, data={key: _without_nulls(value) for key, value in data.items()}, unit="row")
+
+    def place(self, number: int) -> tuple[str, int, str]:
+        return self._name, number + 1, "row"
 
     def digest(self) -> str:
         return self._digest

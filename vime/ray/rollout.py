@@ -27,13 +27,13 @@ from vime.ray.process import WatchedActor, watched_actor
 from vime.ray.supervisor import Supervisor
 from vime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from vime.rollout.recorded import save_groups
+from vime.rollout.tracking import TrackedSource
 from vime.utils.types import Sample
 
 __all__ = ["Generated", "RolloutClient", "RolloutManager"]
 
 CHILD_POLL_SECONDS = 0.25
 ROUTER_DEADLINE = 60.0
-DATA_SOURCE_FILE = "data_source.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,10 +62,11 @@ class RolloutManager(WatchedActor):
         config = self._config
         source_class = load_hook(config.data.data_source_path, "data_source_path")
         with self._source_errors(source_class):
-            self._source = source_class(self._args)
-            if load is not None:
-                self._source.load(str(Path(load) / DATA_SOURCE_FILE))
-            num_prompts = len(self._source)
+            inner = source_class(self._args)
+        folder = Path(config.checkpoint.save or self._run_dir)
+        self._source = TrackedSource(inner, config.data.data_source_path, run_dir=folder, load=Path(load) if load else None)
+        with self._source_errors(source_class):
+            num_prompts = len(inner)
         self._rollout = load_hook(config.rollout.rollout_function_path, "rollout_function_path")
         path = config.eval.eval_function_path
         self._eval = load_hook(path, "eval_function_path") if path else self._rollout
@@ -113,6 +114,7 @@ class RolloutManager(WatchedActor):
         """One rollout step: generate, score, normalise, pack."""
         config = self._config
         self._check_router()
+        self._source.begin_step(rollout_id, trained_through=rollout_id - 1)
         with user_errors("--rollout-function-path", config.rollout.rollout_function_path, self._rollout):
             output = self._rollout(self._args, rollout_id, self._source, evaluation=False)
             if not isinstance(output, RolloutFnTrainOutput):
@@ -130,18 +132,12 @@ class RolloutManager(WatchedActor):
             args=self._args,
             processed_rewards=self._processed_rewards(samples),
         )
+        self._source.trained(samples, rollout_id)
         return Generated(
             refs=[ray.put(batch) for batch in batches],
-            metrics=dict(output.metrics) | self._source_metrics() | packing_metrics(batches, config.packed_data),
+            metrics=dict(output.metrics) | self._source.metrics() | packing_metrics(batches, config.packed_data),
             samples=[_readable(s) for s in samples[: self._config.logging.log_samples]],
         )
-
-    def _source_metrics(self) -> dict[str, float]:
-        """What the data source has to say of itself; one of the user's own need not."""
-        if not hasattr(self._source, "metrics"):
-            return {}
-        with self._source_errors(type(self._source)):
-            return dict(self._source.metrics())
 
     def _check_router(self) -> None:
         """Requests go to this run's engines alone."""
@@ -176,10 +172,9 @@ class RolloutManager(WatchedActor):
                 shown += [_readable(sample) for sample in list(data.get("samples", []))[: self._config.logging.log_samples]]
             return dict(output.metrics), shown
 
-    def save(self, path: str) -> None:
-        """Write the data source's part of a commit."""
-        with self._source_errors(type(self._source)):
-            self._source.save(str(Path(path) / DATA_SOURCE_FILE))
+    def save(self, path: str, step: int) -> None:
+        """Write the data's part of the commit of `step`: the data source's state, and the place in the ledger."""
+        self._source.save(path, step)
 
     def _source_errors(self, source_class: type) -> contextlib.AbstractContextManager[None]:
         return user_errors("--data-source-path", self._config.data.data_source_path, source_class)
@@ -187,7 +182,7 @@ class RolloutManager(WatchedActor):
     def stop(self) -> None:
         """End the router."""
         self._stopped.set()
-        if hasattr(self._source, "close"):
+        if self._source is not None:
             self._source.close()
         if self._router is not None:
             self._router.stop()
@@ -278,9 +273,9 @@ class RolloutClient:
         """The held-out files with the current weights."""
         return self._call(self._manager.evaluate, rollout_id, phase="evaluation", deadline=self._deadline)
 
-    def save(self, path: str) -> None:
-        """Write the data source's part of a commit."""
-        self._call(self._manager.save, path, phase="save", deadline=300.0)
+    def save(self, path: str, step: int) -> None:
+        """Write the data's part of the commit of `step`."""
+        self._call(self._manager.save, path, step, phase="save", deadline=300.0)
 
     def shutdown(self) -> None:
         """End router and engines; never raises."""

@@ -20,7 +20,9 @@ from vime.rollout.base_types import Group, RolloutFnTrainOutput
 from vime.rollout.filter_hub.base_types import DynamicFilterOutput
 from vime.rollout.generate_state import GenerateState
 from vime.rollout.generation import generate_and_rm_group, segments, usable
+from vime.rollout.ledger import State
 from vime.rollout.metrics import rollout_metrics
+from vime.rollout.tracking import end_group
 
 __all__ = ["MAX_FAILED_IN_A_ROW", "BatchCollector"]
 
@@ -38,6 +40,7 @@ class BatchCollector:
         self.target: int = self.args.rollout_batch_size
         self.accepted: list[Group] = []
         self.pending: dict[Task, Group | None] = {}  # the group as it was before, where it may have to be given back
+        self.at_work: dict[Task, Group] = {}  # the group itself
         self.drops: Counter[str] = Counter()
         self.failed_groups = 0
         self.failed_in_a_row = 0
@@ -76,7 +79,8 @@ class BatchCollector:
             for group in groups:
                 before = copy.deepcopy(group) if wave is not None else None
                 work = generate_and_rm_group(self.args, group, dict(self.state.sampling_params))
-                self.pending[asyncio.ensure_future(work)] = before
+                task = asyncio.ensure_future(work)
+                self.pending[task], self.at_work[task] = before, group
 
     async def _wait(self, begun: float) -> list[Task]:
         """Tasks that are done, by group. Deterministic runs wait for all, so that speed decides nothing."""
@@ -99,9 +103,11 @@ class BatchCollector:
     def _take(self, task: Task) -> None:
         """One finished group: accept, drop, or count its failure."""
         self.pending.pop(task)
+        as_it_is = self.at_work.pop(task)
         try:
             group = task.result()
         except GenerationError as error:
+            end_group(self.source, as_it_is, State.FAILED, str(error))
             self.failed_groups += 1
             self.failed_in_a_row += 1
             if self.failed_in_a_row >= MAX_FAILED_IN_A_ROW:
@@ -116,6 +122,7 @@ class BatchCollector:
             self.accepted.append(group)
         else:
             self.drops[verdict.reason or "unnamed"] += 1
+            end_group(self.source, group, State.FILTERED, f"--dynamic-sampling-filter-path: {verdict.reason or 'unnamed'}")
 
     def _judge(self, group: Group) -> DynamicFilterOutput:
         if self.filter is None:

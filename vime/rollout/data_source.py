@@ -9,20 +9,36 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from vime.data.prompts import PromptFormat, fresh_copy
-from vime.data.stream import PromptStreams
+from vime.data.stream import Draw, PromptStreams
 from vime.errors import CheckpointError, DataError
+from vime.hooks import hook_errors, load_hook
 from vime.rollout.base_types import Group
+from vime.rollout.buffer import GroupBuffer, pop_first
+from vime.rollout.ledger import State
 from vime.rollout.resources import RolloutResources
 from vime.rollout.rm_hub.registry import needs_label
 from vime.utils.types import Sample
 
-__all__ = ["DataSource", "RolloutDataSource", "RolloutDataSourceWithBuffer", "member_from_plain", "member_to_plain"]
+__all__ = ["DataSource", "RolloutDataSource", "RolloutDataSourceWithBuffer", "SourceObserver", "member_from_plain", "member_to_plain"]
 
-FORMAT = 2  # of the saved state
+FORMAT = 3  # of the saved state
+
+
+class SourceObserver(Protocol):
+    """Who wants to know what the data source does beside handing out and taking back."""
+
+    def drawn(self, draws: list[Draw], group: int) -> None:
+        """Rows were drawn for a fresh group: those that are left out, its own the last."""
+        ...
+
+    def gave_up(self, groups: Sequence[Group], state: State, reason: str) -> None:
+        """Groups of the buffer are not kept any more."""
+        ...
 
 
 @runtime_checkable
@@ -59,6 +75,8 @@ class RolloutDataSource:
     def __init__(self, args: Any) -> None:
         self.args = args
         self.resources = RolloutResources(args.hf_checkpoint)
+        self.observer: SourceObserver | None = None
+        self.rollout_id: int | None = None  # the step that groups are taken for
         self.sample_group_index = 0
         self.sample_index = 0
         self.metadata: dict[str, Any] = {}  # saved along; for subclasses
@@ -97,7 +115,7 @@ class RolloutDataSource:
 
     def get_samples(self, num_samples: int) -> list[Group]:
         """`num_samples` fresh groups; runs through as many epochs as that takes."""
-        return [self._group(Sample() if self._prompts is None else self._prompts.next()) for _ in range(num_samples)]
+        return [self._fresh() for _ in range(num_samples)]
 
     def add_samples(self, samples: list[Group]) -> None:
         """Refused: this source does not keep groups."""
@@ -157,6 +175,19 @@ class RolloutDataSource:
         """End what the run's rollouts shared."""
         self.resources.close()
 
+    def describe(self) -> dict[str, Any]:
+        """What the ledger says of the data: the order of the rows follows from it."""
+        return {"prompts": None if self._prompts is None else self._prompts.describe()}
+
+    def _fresh(self) -> Group:
+        """The next prompt's group."""
+        if self._prompts is None:
+            return self._group(Sample())
+        prompt, draws = self._prompts.next()
+        if self.observer is not None:
+            self.observer.drawn(draws, self.sample_group_index)
+        return self._group(prompt)
+
     def _group(self, prompt: Sample) -> Group:
         group: Group = []
         for _ in range(self.args.n_samples_per_prompt):
@@ -173,18 +204,34 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
 
     def __init__(self, args: Any) -> None:
         super().__init__(args)
-        self.buffer: list[Group] = []
+        self._buffer = GroupBuffer(
+            limit=args.buffer_max_groups,
+            drop=(lambda groups, why: self._gave_up(groups, State.DROPPED, why)) if args.buffer_overflow == "drop" else None,
+        )
+        path = args.buffer_filter_path
+        self._filter = load_hook(path, "buffer_filter_path") if path else pop_first
+
+    @property
+    def buffer(self) -> list[Group]:
+        """The groups that wait, in the order in which they are served (see `vime.rollout.buffer`)."""
+        return self._buffer.groups
 
     def get_samples(self, num_samples: int) -> list[Group]:
-        """First in, first out from the buffer, then fresh groups."""
-        taken, self.buffer = self.buffer[:num_samples], self.buffer[num_samples:]
-        return taken + super().get_samples(num_samples - len(taken))
-
-    def add_samples(self, samples: list[Group]) -> None:
-        """Keep groups for later.
+        """From the buffer what --buffer-filter-path takes (by default the first), then fresh groups.
 
         Raises:
-            DataError: a group is not a list of `n_samples_per_prompt` members.
+            DataError: the filter took out of the buffer what it did not return, or the other way round.
+        """
+        taken, removed = self._buffer.take(num_samples, self._choose) if len(self._buffer) else ([], [])
+        if removed:
+            self._gave_up(removed, State.FILTERED, "--buffer-filter-path took it out")
+        return taken + super().get_samples(max(0, num_samples - len(taken)))
+
+    def add_samples(self, samples: list[Group]) -> None:
+        """Keep groups for later: finished ones, partial ones (tokens, log-probs and weight versions stay) or fresh ones.
+
+        Raises:
+            DataError: a group is not a list of `n_samples_per_prompt` members, or the buffer is full.
         """
         for group in samples:
             if not isinstance(group, list) or len(group) != self.args.n_samples_per_prompt:
@@ -192,11 +239,15 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
                 raise DataError(
                     f"add_samples: a group must be a list of n_samples_per_prompt = {self.args.n_samples_per_prompt} samples, got {size}."
                 )
-        self.buffer.extend(samples)
+        self._buffer.add(samples)
 
     def get_buffer_length(self) -> int:
         """Groups that wait in the buffer."""
-        return len(self.buffer)
+        return len(self._buffer)
+
+    def metrics(self) -> dict[str, float]:
+        """Those of the prompts, and buffer/{finished,partial,fresh}_groups: what waits in the buffer."""
+        return super().metrics() | self._buffer.counts()
 
     def state_dict(self) -> dict[str, Any]:
         """The complete state, buffer included."""
@@ -205,7 +256,16 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
     def load_state_dict(self, state: dict[str, Any], path: str) -> None:
         """Take over a state, buffer included."""
         super().load_state_dict(state, path)
-        self.buffer = [[member_from_plain(member) for member in group] for group in state.get("buffer", [])]
+        self._buffer.add([[member_from_plain(member) for member in group] for group in state.get("buffer", [])])
+
+    def _choose(self, buffer: list[Group], num_samples: int) -> list[Group]:
+        path = self.args.buffer_filter_path
+        with hook_errors("--buffer-filter-path", str(path), self._filter):
+            return list(self._filter(self.args, self.rollout_id, buffer, num_samples))
+
+    def _gave_up(self, groups: Sequence[Group], state: State, reason: str) -> None:
+        if self.observer is not None:
+            self.observer.gave_up(groups, state, reason)
 
 
 def member_to_plain(member: Sample | list[Sample]) -> Any:

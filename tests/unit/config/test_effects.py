@@ -28,7 +28,7 @@ ALWAYS = frozenset(  # fields that some part of every run reads, or that the use
         "device colocate hf_checkpoint prompt_data input_key label_key metadata_key tool_key multimodal_keys apply_chat_template "
         "apply_chat_template_kwargs bad_row_policy rollout_shuffle rollout_seed num_rollout num_epoch rollout_batch_size "
         "n_samples_per_prompt global_batch_size num_steps_per_rollout use_dynamic_batch_size max_tokens_per_gpu data_source_path "
-        "buffer_filter_path rollout_function_path rollout_max_context_len rollout_max_prompt_len rollout_deadline "
+        "rollout_function_path rollout_max_context_len rollout_max_prompt_len rollout_deadline "
         "custom_reward_post_process_path custom_convert_samples_to_train_data_path eval_prompt_data eval_config "
         "compute_advantages_and_returns save load use_tensorboard use_wandb log_samples log_dir log_passrate log_multi_turn "
         "log_reward_category log_correct_samples custom_rollout_log_function_path debug_train_only debug_rollout_only "

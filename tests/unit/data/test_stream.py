@@ -33,7 +33,7 @@ def streams(spec: str, tokenizer: Any, *, seed: int | None = None, skip_bad: boo
 
 
 def take(source: PromptStreams, count: int) -> list[Any]:
-    return [source.next().prompt for _ in range(count)]
+    return [source.next()[0].prompt for _ in range(count)]
 
 
 def test_weighted_sources_keep_their_proportion_at_every_moment(tmp_path: Path, tokenizer: Any) -> None:

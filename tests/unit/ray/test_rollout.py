@@ -29,7 +29,7 @@ for case in cases:
     manager = RolloutManager(config, str(folder), str(folder))
     try:
         manager.init(case.get("load"))
-        getattr(manager, case["call"])("0" if case["call"] == "save" else 0)
+        getattr(manager, case["call"])(*("0", 0) if case["call"] == "save" else (0,))
         found.append(["nothing", ""])
     except Exception as error:
         found.append([type(error).__name__, str(error)])

@@ -69,7 +69,10 @@ class DataConfig:
         None,
         "Takes groups from the buffer: fn(args, rollout_id, buffer, num_samples) -> groups.",
         type=str,
-        not_yet="the buffer is served first in, first out. Give a data source of your own as --data-source-path.",
+    )
+    buffer_max_groups: int = opt(8192, "Most groups that may wait in the buffer.", ge=1)
+    buffer_overflow: str = opt(
+        "fail", "More given back than it holds ends the run, or drops the groups that would be served last.", choices=("fail", "drop")
     )
     loss_mask_type: str = opt(
         "qwen",
