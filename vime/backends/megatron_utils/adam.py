@@ -47,7 +47,7 @@ class FusedLayoutAdam(torch.optim.Optimizer):
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
             params = [p for p in group["params"] if p.grad is not None]
-            for piece in _pieces(params):
+            for piece in [params] if params and params[0].is_cuda else _pieces(params):
                 self._update(group, piece)
         return loss
 
@@ -59,6 +59,14 @@ class FusedLayoutAdam(torch.optim.Optimizer):
         first = [self.state[p]["exp_avg"] for p in params]
         second = [self.state[p]["exp_avg_sq"] for p in params]
         (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
+        if params[0].is_cuda and group["bias_correction"]:  # torch's kernel for CUDA devices: one pass over memory
+            kernel = torch._fused_adamw_ if self.adam_w_mode else torch._fused_adam_
+            steps = [torch.tensor(float(group["step"]), device=params[0].device)] * len(params)
+            kernel(
+                params, grads, first, second, [], steps, lr=lr, beta1=beta1, beta2=beta2, weight_decay=decay, eps=group["eps"],
+                amsgrad=False, maximize=False,
+            )  # fmt: skip
+            return
         if decay and self.adam_w_mode:
             torch._foreach_mul_(params, 1.0 - lr * decay)
         elif decay:

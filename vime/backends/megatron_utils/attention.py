@@ -9,6 +9,7 @@ over all of them at once, since SDPA's blocked kernel is made for long ones.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 from typing import Any
 
@@ -25,6 +26,7 @@ from vime.backends.megatron_utils.fused import rotate
 from vime.backends.megatron_utils.packed_params import AttentionPlan, PackedParams, Rectangle
 from vime.errors import ConfigError
 
+VARLEN_GROUPS = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters  # of several query heads to a key: torch 2.11 and later
 SHORT = 64  # tokens of a row up to which the scores are written out
 
 __all__ = ["PackedCoreAttention", "packed_attention_cpu", "packed_attention_cuda", "shard_attention"]
@@ -134,9 +136,11 @@ def _varlen(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: tuple[torch.Tensor, ...], longest: tuple[int, ...], scale: float
 ) -> torch.Tensor:
     """Causal attention of rows of queries to rows of keys, whose ends are the same position."""
-    if query.shape[1] != key.shape[1]:
+    grouped = query.shape[1] != key.shape[1]
+    if grouped and not VARLEN_GROUPS:
         key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for x in (key, value))
-    return varlen.varlen_attn(query, key, value, *starts, *longest, scale=scale, window_size=(-1, 0))
+    options = {"enable_gqa": grouped} if VARLEN_GROUPS else {}
+    return varlen.varlen_attn(query, key, value, *starts, *longest, scale=scale, window_size=(-1, 0), **options)
 
 
 def shard_attention(

@@ -1,5 +1,6 @@
 """RMSNorm, SwiGLU and rotary embedding for the CPU, with backward passes written out: fewer passes over memory than the
-chains of operations that autograd would differentiate. The numbers are theirs up to rounding."""
+chains of operations that autograd would differentiate. The numbers are theirs up to rounding. On a CUDA device the rotary
+embedding is a compiled kernel (`compiled.turn`)."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch.autograd.function import once_differentiable
+
+from vime.backends.megatron_utils import compiled
 
 __all__ = ["rms_norm", "rotate", "swiglu"]
 
@@ -68,6 +71,8 @@ class _SwiGlu(torch.autograd.Function):
 
 
 def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: float) -> torch.Tensor:
+    if x.device.type != "cpu":
+        return compiled.turn(x, cos, sin, sign)
     out = x * cos
     (x1, x2), (out1, out2) = x.chunk(2, dim=-1), out.chunk(2, dim=-1)
     out1.addcmul_(x2, sin, value=-sign)

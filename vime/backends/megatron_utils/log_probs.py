@@ -1,7 +1,8 @@
 """Log-probabilities and entropies of tokens from logits whose vocabulary is split over a tensor-parallel group.
 
 Everything is computed in float32 (float64 for float64 logits), a chunk of rows at a time, so no second copy of the logits
-in float32 ever exists; the backward pass recomputes its probabilities from the logits and two numbers a row.
+in float32 ever exists; the backward pass recomputes its probabilities from the logits and two numbers a row. On a CUDA device
+one kernel reads the logits once and another makes their gradient (`compiled`).
 
     log p(y) = z_y - lse(z)          d log p(y) / d z_j = [j = y] - p_j
     H        = -sum_j p_j log p_j    d H / d z_j        = -p_j (log p_j + H)         with z = logits / temperature
@@ -16,12 +17,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from vime.backends.megatron_utils.compiled import log_prob_grads, log_prob_sums
 from vime.packing.pack import KeptTokens
 
 __all__ = ["put_together", "token_log_probs"]
 
 CHUNK_ELEMENTS_CPU = 2**18  # of one float32 chunk: 1 MiB, which a core's cache holds
-CHUNK_ELEMENTS = 2**26  # on other devices: 256 MiB, for few kernel launches
+CHUNK_ELEMENTS = 2**26  # on other devices, where the kernels do not serve: 256 MiB, for few launches
 NO_LOGIT = -1e30  # stands for -inf where 0 x -inf would be nan
 
 
@@ -119,6 +121,10 @@ class _Shard:
         out[row[here], column[here]] = False
         return out
 
+    def by_kernel(self, logits: torch.Tensor) -> bool:
+        """All columns of all rows are asked for, of a device with compiled kernels."""
+        return logits.device.type == "cuda" and self.rows is None and self.kept is None
+
     def peak(self, logits: torch.Tensor) -> torch.Tensor:
         """The largest scaled logit of each row, in the dtype of `scaled`."""
         dtype = torch.promote_types(logits.dtype, torch.float32)
@@ -156,7 +162,11 @@ class _TokenLogProbs(torch.autograd.Function):
         if shard.group is not None:
             dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=shard.group)
         column, inside = shard.local(chosen)
-        if shard.valid:
+        if shard.valid and shard.by_kernel(logits):
+            sums[0], sums[1] = log_prob_sums(logits[:, : shard.valid], peak, 1.0 / shard.temperature)
+            label = logits.gather(-1, column[:, None]).squeeze(-1).to(dtype) / shard.temperature - peak
+            sums[2] = label.where(inside, 0.0)
+        elif shard.valid:
             for where in shard.chunks(count):
                 x = shard.scaled(logits, where).sub_(peak[where, None])
                 sums[2, where] = x.gather(-1, column[where, None]).squeeze(-1).where(inside[where], 0.0)
@@ -184,6 +194,12 @@ class _TokenLogProbs(torch.autograd.Function):
         rows = shard.rows
         g = grad_log_probs if rows is None else grad_log_probs[rows]
         gh = grad_entropy if rows is None else grad_entropy[rows]
+        if shard.valid and shard.by_kernel(logits):
+            places = column.where(inside, -1)
+            d = log_prob_grads(
+                logits[:, : shard.valid], places, lse, g, entropy, gh if shard.entropy_grad else None, 1.0 / shard.temperature
+            )
+            return torch.nn.functional.pad(d, (0, logits.shape[-1] - shard.valid)), None, None
         grad = torch.zeros_like(logits)
         if not shard.valid:
             return grad, None, None

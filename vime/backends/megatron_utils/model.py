@@ -55,11 +55,9 @@ class PackedGPTModel(GPTModel):
         if self.config.context_parallel_size > 1:  # all positions, not those that Megatron would cut out for this rank
             rest[0] = self.rotary_pos_emb(packed_seq_params.max_seqlen_q, packed_seq=True)
         frequencies = rest[0].index_select(0, position_ids.flatten())
-        if frequencies.device.type == "cpu":  # there the core attention rotates (`attention.PackedCoreAttention`)
-            angles = frequencies.squeeze(1)
-            packed_seq_params.rotary = (angles.cos(), angles[..., : angles.shape[-1] // 2].sin())
-            frequencies = None
-        return embedded, frequencies, *rest[1:], padding_mask
+        angles = frequencies.squeeze(1)  # the core attention rotates (`attention.PackedCoreAttention`)
+        packed_seq_params.rotary = (angles.cos(), angles[..., : angles.shape[-1] // 2].sin())
+        return embedded, None, *rest[1:], padding_mask
 
 
 def transformer_config(args: argparse.Namespace) -> TransformerConfig:

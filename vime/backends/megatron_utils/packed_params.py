@@ -57,7 +57,7 @@ class PackedParams(PackedSeqParams):
     """
 
     plan: AttentionPlan | None = None
-    rotary: tuple[torch.Tensor, torch.Tensor] | None = None  # cosines [T, 1, D] and sines [T, 1, D / 2] for the CPU kernel
+    rotary: tuple[torch.Tensor, torch.Tensor] | None = None  # cosines [T, 1, D] and sines [T, 1, D / 2]
     positions: torch.Tensor | None = None  # [T] i64, where attention computes its own rotary frequencies (`latent.LatentAttention`)
     rows: torch.Tensor | None = None  # [N] i64: the only ones that the last layer hands on (`layer_spec.LastLayer`); None = all
     shard: ContextShard | None = None  # with context parallelism: what this rank has of the pack
