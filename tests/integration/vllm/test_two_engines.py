@@ -86,6 +86,8 @@ def test_both_engines_get_the_weights_and_the_requests(
     trainer.draw(11)
     version = next_version()
     updater = WeightUpdater(WeightUpdateConfig(), run_id="tests")
+    assert len(second.tree) >= 4, [process.name() for process in second.tree]  # supervisor, API server, EngineCore, worker
+    assert second.segments
     report = updater.update(endpoints, version, iter(trainer.buckets(5)), PROBE, trainer.log_probs)
     assert report.num_bytes == 2 * sum(tensor.nbytes for bucket in trainer.buckets(100) for _, tensor in bucket)
 
@@ -104,12 +106,33 @@ def test_both_engines_get_the_weights_and_the_requests(
     assert served == [4, 4]
 
 
+def test_an_engine_that_dies_in_a_transfer_is_left_behind_and_the_other_serves_the_new_version(
+    trainer: Any, second: Owner, next_version: Callable[[], int]
+) -> None:
+    server = next(process for process in second.tree if process.cmdline()[1:3] == ["-m", "vllm.entrypoints.openai.api_server"])
+
+    def buckets() -> Iterator[Any]:
+        for number, bucket in enumerate(trainer.buckets(5)):
+            if number == 2:
+                server.kill()
+                server.wait(30)
+            yield bucket
+
+    trainer.draw(12)
+    version = next_version()
+    updater = WeightUpdater(WeightUpdateConfig(), run_id="tests", step_seconds=60.0)
+    report = updater.update([trainer.engine.endpoint, second.endpoint], version, buckets(), PROBE, trainer.log_probs)
+    assert list(report.lost) == [second.endpoint.url]
+    assert "cannot be reached" in report.lost[second.endpoint.url]
+    assert report.proof_max_abs_diff < 1e-4
+    control = trainer.engine.control
+    assert (control.weight_version(), control.is_paused()) == (str(version), False)
+
+
 def test_killing_an_engines_owner_leaves_nothing_and_the_next_sync_names_the_engine(
     trainer: Any, second: Owner, next_version: Callable[[], int]
 ) -> None:
-    assert len(second.tree) >= 4, [process.name() for process in second.tree]  # supervisor, API server, EngineCore, worker
-    assert second.segments
-    second.kill()
+    second.kill()  # its API server is dead already
     _, alive = psutil.wait_procs(second.tree, timeout=20)
     assert alive == []
     assert [path for path in second.segments if path.exists()] == []

@@ -16,7 +16,7 @@ from vime.backends.vllm_utils.router import RouterServer
 from vime.backends.weight_transfer.control import EngineControl
 from vime.backends.weight_transfer.segment import SHM_DIR, Segment, TensorSpec
 from vime.config.sections import WeightUpdateConfig
-from vime.errors import DeadlineError, WeightSyncError
+from vime.errors import DeadlineError, EngineError, WeightSyncError
 
 pytestmark = pytest.mark.integration
 
@@ -166,6 +166,8 @@ def test_a_trainer_that_fails_half_way_leaves_the_engine_paused_under_the_old_ve
         trainer.send()
     trainer.buckets = whole
     assert trainer.engine.control.is_paused()
+    with pytest.raises(EngineError, match="answered 409: the weights are half loaded"):
+        trainer.engine.control.resume()
     assert trainer.engine.control.weight_version() == good
     assert weight_segments() == []
 
@@ -214,5 +216,7 @@ def test_a_killed_trainer_leaves_no_segment(trainer: Any, moment: str, left_at_o
     sender = subprocess.run([sys.executable, "-c", KILLED_SENDER, endpoint.url, endpoint.secret, moment], timeout=60)
     assert sender.returncode == -9
     assert len(weight_segments("killed")) == left_at_once
+    with pytest.raises(EngineError, match="answered 409: the weights are half loaded"):
+        trainer.engine.control.resume()
     WeightUpdater(WeightUpdateConfig(), run_id="next")  # the next start of anything
     assert weight_segments("killed") == []

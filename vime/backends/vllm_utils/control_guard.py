@@ -1,8 +1,10 @@
 """ASGI middleware inside vLLM's API server: everything that is not generation needs the secret that only the framework holds.
 
 vllm-router passes any path through to the engines, so what can reach the router could pause an engine or change its weights.
-vLLM's own --api-key guards generation and leaves the control paths open; this is the other way round. Installed with
-`--middleware vime.backends.vllm_utils.control_guard.ControlGuard`; the secret comes in the environment.
+vLLM's own --api-key guards generation and leaves the control paths open; this is the other way round. It also keeps an engine
+whose weights are half loaded from being resumed: from the start of a weight update until one is finished under a version, /resume
+is refused, whoever asks. Installed with `--middleware vime.backends.vllm_utils.control_guard.ControlGuard`; the secret comes in the
+environment.
 """
 
 from __future__ import annotations
@@ -49,26 +51,52 @@ class ControlGuard:
 
     def __init__(self, app: App) -> None:
         self._app = app
+        self._torn = False  # weights are being replaced, or that was broken off
         self._secret = os.environ.get(SECRET_ENV, "").encode()
         if len(self._secret) < 16:
             raise RuntimeError(f"{SECRET_ENV} must hold at least 16 characters: without a secret anyone could change the weights.")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan" or scope.get("path") in OPEN_PATHS or self._authorised(scope):
+        path = scope.get("path")
+        if scope["type"] == "lifespan" or path in OPEN_PATHS:
             await self._app(scope, receive, send)
-        elif scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1008})
+        elif not self._authorised(scope):
+            if scope["type"] == "websocket":
+                await send({"type": "websocket.close", "code": 1008})
+            else:
+                await _answer(send, 403, f"{path} controls the engine and is open to the framework alone.")
+        elif scope.get("method") == "POST" and path == "/resume" and self._torn:
+            await _answer(send, 409, "the weights are half loaded: finish a whole weight update first.")
+        elif scope.get("method") == "POST" and path == "/finish_weight_update":
+            await self._finish(scope, receive, send)
         else:
-            await _refuse(scope, send)
+            self._torn = self._torn or (scope.get("method") == "POST" and path == "/start_weight_update")
+            await self._app(scope, receive, send)
+
+    async def _finish(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on; the weights are whole once it succeeded, if it names a version (one without only closes the update)."""
+        messages = [await receive()]
+        while messages[-1].get("more_body"):
+            messages.append(await receive())
+        named = b'"weight_version"' in b"".join(message.get("body", b"") for message in messages)
+
+        async def replay() -> MutableMapping[str, Any]:
+            return messages.pop(0) if messages else await receive()
+
+        async def watched(message: MutableMapping[str, Any]) -> None:
+            if named and message["type"] == "http.response.start" and message["status"] == 200:
+                self._torn = False
+            await send(message)
+
+        await self._app(scope, replay, watched)
 
     def _authorised(self, scope: Scope) -> bool:
         given = [value for name, value in scope.get("headers", []) if name == SECRET_HEADER.encode()]
         return len(given) == 1 and secrets.compare_digest(given[0], self._secret)
 
 
-async def _refuse(scope: Scope, send: Send) -> None:
-    text = f"{scope.get('path')} controls the engine and is open to the framework alone."
-    body = json.dumps({"error": {"message": text, "type": "PermissionDeniedError", "code": 403}}).encode()
+async def _answer(send: Send, status: int, text: str) -> None:
+    body = json.dumps({"error": {"message": text, "type": "PermissionDeniedError", "code": status}}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": 403, "headers": headers})
+    await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
