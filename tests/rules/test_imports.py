@@ -20,7 +20,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("vime.checkpoint",),
     ("vime.ray",),
     ("vime.loop", "vime.utils.arguments"),
-    ("vime.migrate", "vime.doctor"),
+    ("vime.migrate", "vime.doctor", "vime.audit"),
     ("vime.cli",),
 )
 RANKS = {name: rank for rank, names in enumerate(LAYERS) for name in names}

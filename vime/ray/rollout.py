@@ -64,7 +64,8 @@ class RolloutManager(WatchedActor):
         with self._source_errors(source_class):
             inner = source_class(self._args)
         folder = Path(config.checkpoint.save or self._run_dir)
-        self._source = TrackedSource(inner, config.data.data_source_path, run_dir=folder, load=Path(load) if load else None)
+        folders: dict[str, Any] = {"run_dir": folder, "log_dir": Path(self._run_dir), "load": Path(load) if load else None}
+        self._source = TrackedSource(inner, config.data.data_source_path, **folders)
         with self._source_errors(source_class):
             num_prompts = len(inner)
         self._rollout = load_hook(config.rollout.rollout_function_path, "rollout_function_path")

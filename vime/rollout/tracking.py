@@ -30,7 +30,7 @@ from vime.rollout.data_source import member_from_plain, member_to_plain
 from vime.rollout.ledger import LEDGER_FILE, Entry, Ledger, Mark, Outcome, State
 from vime.utils.types import Sample
 
-__all__ = ["DATA_SOURCE_FILE", "MARK_FILE", "TrackedSource", "end_group", "outcomes_of", "read_mark"]
+__all__ = ["DATA_SOURCE_FILE", "MARK_FILE", "TrackedSource", "end_group", "group_id", "outcomes_of", "read_mark"]
 
 logger = logging.getLogger(__name__)
 
@@ -72,13 +72,14 @@ class TrackedSource:
         inner: the data source, as --data-source-path makes it.
         path: --data-source-path, for errors.
         run_dir: folder of the ledger.
+        log_dir: that of metrics.jsonl, for the audit.
         load: a commit's folder of `save` to go on from; None begins anew.
 
     Raises:
         CheckpointError: what `load` holds, or the ledger, is missing, torn or of another run.
     """
 
-    def __init__(self, inner: Any, path: str, *, run_dir: Path, load: Path | None) -> None:
+    def __init__(self, inner: Any, path: str, *, run_dir: Path, log_dir: Path, load: Path | None) -> None:
         self._inner, self._path = inner, path
         self._lock = threading.RLock()
         self._out: dict[int, _Out] = {}
@@ -99,7 +100,7 @@ class TrackedSource:
             logger.warning("%s is not there: the ledger begins anew at the commit of step %d, without what was before.", file, mark.step)
         with self._errors():
             data = inner.describe() if hasattr(inner, "describe") else {}
-        self.ledger = Ledger(file, mark=mark, data={"source": path, **data})
+        self.ledger = Ledger(file, mark=mark, data={"source": path, "log_dir": str(log_dir.absolute()), **data})
         self._take_in(in_flight, mark)
 
     def __getattr__(self, name: str) -> Any:

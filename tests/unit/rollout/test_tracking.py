@@ -32,7 +32,7 @@ def args(model_dir: Path, tmp_path: Path) -> Any:
 def tracked(args: Any, folder: Path, load: Path | None = None) -> TrackedSource:
     """A tracked source with its ledger in `folder`."""
     folder.mkdir(exist_ok=True)
-    return TrackedSource(RolloutDataSourceWithBuffer(args), PATH, run_dir=folder, load=load)
+    return TrackedSource(RolloutDataSourceWithBuffer(args), PATH, run_dir=folder, log_dir=folder, load=load)
 
 
 def rows(folder: Path, query: str) -> list[Any]:
