@@ -170,6 +170,8 @@ def _corrections(config: RunConfig) -> Iterator[str]:
         yield "--use-rollout-logprobs and --use-tis both correct for the engine's probabilities: leave one of them out."
     if config.model.keep_old_actor and alg.use_routing_replay:
         yield "--keep-old-actor and --use-routing-replay exclude each other: routing is recorded in one pass, with the newest weights."
+    if config.model.keep_old_actor and alg.use_rollout_entropy:
+        yield "--keep-old-actor and --use-rollout-entropy exclude each other: the entropy would be of the newest weights, not of the old."
     low, high = alg.rs_lower_bound, alg.rs_upper_bound
     low, high = alg.tis_clip_low if low is None else low, alg.tis_clip if high is None else high
     if alg.use_rs and low > high:

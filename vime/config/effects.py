@@ -154,6 +154,16 @@ _UNUSED = (
         why="without --use-fault-tolerance: leave it out, or add that.",
     ),
     _Unused(
+        fields=_names("recompute_loss_function"),
+        when=lambda c: c.algorithm.loss_type != "custom_loss",
+        why="without --loss-type custom_loss, as our own losses keep nothing as large as the logits but those: leave it out.",
+    ),
+    _Unused(
+        fields=_names("reset_optimizer_states"),
+        when=lambda c: c.training.use_stateless_adam,
+        why="with --use-stateless-adam, which does it, too: leave one of them out.",
+    ),
+    _Unused(
         fields=_names("over_budget_samples"),
         when=lambda c: not c.data.use_dynamic_batch_size,
         why="without --use-dynamic-batch-size and --max-tokens-per-gpu, which set the budget: leave it out, or add those.",

@@ -86,6 +86,8 @@ def _batches(config: RunConfig) -> Iterator[str]:
         yield f"--global-batch-size {data.global_batch_size} does not divide the {rollouts} rollouts of a step (prompts x samples)."
     if data.use_dynamic_batch_size != (data.max_tokens_per_gpu is not None):
         yield "--use-dynamic-batch-size and --max-tokens-per-gpu go together: the budget has no effect alone, and packing needs one."
+    if config.training.log_probs_chunk_size == 0:
+        yield "--log-probs-chunk-size 0 is no number of rows: use 1 or more, or -1 to let the memory of a piece decide."
     over = config.rollout.over_sampling_batch_size
     if over is not None and data.rollout_batch_size is not None and over < data.rollout_batch_size:
         yield f"--over-sampling-batch-size {over} must be at least --rollout-batch-size {data.rollout_batch_size}."

@@ -26,6 +26,7 @@ __all__ = ["AGGREGATIONS", "KeptTokens", "PackedBatch", "aggregation_of", "pack"
 AGGREGATIONS = ("rollout", "sequence", "token", "constant")
 TOKEN_VALUES = (
     "advantages", "returns", "values", "old_log_probs", "rollout_log_probs", "ref_log_probs", "teacher_log_probs", "weight_versions",
+    "entropies",
 )  # fmt: skip
 
 
@@ -77,6 +78,7 @@ class PackedBatch:
     mean_importance: float = 1.0  # of the step's importance weights, which the loss divides by
     kept: KeptTokens | None = None  # what the label of each of the T positions was sampled from
     teacher_log_probs: torch.Tensor | None = None  # [T] f32
+    entropies: torch.Tensor | None = None  # [T] f32, in nats, of the old policy where the label was sampled
     weight_versions: torch.Tensor | None = None  # [T] f32, a whole number; -1 where none is known
 
     @property

@@ -82,6 +82,7 @@ class Settings:
     max_tokens: int | None  # budget of a micro-batch, over its context-parallel ranks together; None = micro_batch samples
     micro_batch: int
     log_probs_chunk: int  # rows; -1 = by size
+    stateless_adam: bool  # moments are there while the trainer works alone
     # lengths
     longest: int  # prompt and response together
     longest_response: int
@@ -202,6 +203,7 @@ def settings_of(config: RunConfig, options: PlanOptions) -> Settings:
         max_tokens=data.max_tokens_per_gpu if data.use_dynamic_batch_size else None,
         micro_batch=data.micro_batch_size,
         log_probs_chunk=config.training.log_probs_chunk_size,
+        stateless_adam=config.training.use_stateless_adam,
         longest=longest,
         longest_response=longest_response,
         mean_prompt=prompt,

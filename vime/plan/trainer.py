@@ -73,13 +73,18 @@ def held(s: Settings, stage: int) -> list[Item]:
 
 def _held(s: Settings, stage: int, role: str) -> list[Item]:
     w = stage_weights(s, stage, role)
-    per_weight = ADAM_BYTES + (MAIN_BYTES if s.param_bytes < 4 else 0)
-    shares = (s.data * s.context, s.expert_data) if s.distributed_optimizer else (1, 1)
+    per_weight = (0 if s.stateless_adam else ADAM_BYTES) + (MAIN_BYTES if s.param_bytes < 4 else 0)
     return [
         _item("weights", w.all * s.param_bytes, role),
         _item("gradients", w.all * s.grad_bytes, role),
-        _item("optimizer", per_weight * (-(-w.dense // shares[0]) + -(-w.expert // max(1, shares[1]))), role),
+        _item("optimizer", per_weight * _own_share(s, w), role),
     ]
+
+
+def _own_share(s: Settings, w: StageWeights) -> int:
+    """Weights that a rank's optimizer updates."""
+    shares = (s.data * s.context, s.expert_data) if s.distributed_optimizer else (1, 1)
+    return -(-w.dense // shares[0]) + -(-w.expert // max(1, shares[1]))
 
 
 def role_weights(s: Settings, stage: int) -> Item:
@@ -174,6 +179,8 @@ def _train_items(s: Settings, stage: int, role: str) -> list[Item]:
     kept, again = _kept(s, stage)
     size = s.param_bytes
     items = [_item("activations", int(tokens * size * kept * in_flight(s, stage)), role)]
+    if s.stateless_adam:
+        items.append(_item("moments of this step", ADAM_BYTES * _own_share(s, stage_weights(s, stage, role)), role))
     if again:
         items.append(_item("recomputed layer", int(tokens * size * again), role))
     last = stage == s.pipeline - 1

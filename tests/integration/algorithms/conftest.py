@@ -24,6 +24,7 @@ CALLED = {
     "custom_megatron_before_log_prob_hook_path": HOOKS + "before_log_prob",
     "custom_megatron_before_train_step_hook_path": HOOKS + "before_train_step",
 }
+FORGETFUL = {"reset": "reset_optimizer_states", "stateless": "use_stateless_adam"}
 ESTIMATORS = ("grpo", "gspo", "cispo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo")
 
 
@@ -57,6 +58,7 @@ def cases_of(models: dict[str, str], folder: Path) -> list[dict[str, Any]]:
         algorithm |= (
             {"kl_coef": 0.2, "kl_loss_type": "k1"} if name in TOKEN_KL else {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k3"}
         )
+        algorithm |= {"use_rollout_entropy": name == "gspo"}
         cases.append({"name": name, "kind": "train", "model": both, "algorithm": algorithm, "values": name == "ppo"})
     distil = {"use_opd": True, "opd_type": "megatron", "opd_kl_coef": 0.5}
     moving = {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k2"}
@@ -70,7 +72,14 @@ def cases_of(models: dict[str, str], folder: Path) -> list[dict[str, Any]]:
         {"name": "still", "kind": "train", "model": both, "algorithm": moving, "count": 4},
         {"name": "stale", "kind": "train", "model": model | {"keep_old_actor": True}, "count": 2},
         {"name": "critic_first", "kind": "train", "model": model, "algorithm": {"advantage_estimator": "ppo"}, "values": True,
-         "critic": {"num_critic_only_steps": 1}},
+         "critic": {"num_critic_only_steps": 1}, "save": str(folder / "critic_first")},
+        *({"name": name, "kind": "train", "model": model, "training": {flag: True, "log_probs_chunk_size": 3}, "steps": 2, "count": 3}
+          for name, flag in FORGETFUL.items()),
+        {"name": "stateless_half", "kind": "train", "model": model, "training": {"use_stateless_adam": True}, "steps": 2, "count": 2,
+         "save": str(folder / "stateless")},
+        {"name": "stateless_rest", "kind": "train", "model": model, "training": {"use_stateless_adam": True}, "steps": 2, "first": 2,
+         "load": str(folder / "stateless")},
+        {"name": "steps", "kind": "train", "model": model, "steps": 2, "count": 3},
         {"name": "hooked", "kind": "train", "model": both, "algorithm": moving, "training": CALLED, "steps": 2, "count": 2},
         {"name": "postprocessed", "kind": "train", "model": model, "training": {"rollout_data_postprocess_path": HOOKS + "postprocess"}},
         {"name": "provided", "kind": "train", "model": model | {"custom_model_provider_path": HOOKS + "provide"}},

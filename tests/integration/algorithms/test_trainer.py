@@ -164,6 +164,37 @@ def test_the_policy_comes_back_from_the_other_roles_bit_for_bit(results, models)
     assert all(torch.equal(stored["weights"][name], start[name]) for name in start if name != "lm_head.weight")
 
 
+@pytest.mark.parametrize("name", ["reset", "stateless"])
+def test_moments_that_are_forgotten_leave_each_rollout_step_to_itself(results, name):
+    """The first rollout step is as without the flag; the learning rate is constant, so later ones differ by their moments alone."""
+    forgetful, whole = results(name), results("steps")
+    assert forgetful["metrics"][0]["train/loss"] == whole["metrics"][0]["train/loss"]
+    assert forgetful["metrics"][2]["train/loss"] != pytest.approx(whole["metrics"][2]["train/loss"], abs=1e-4)
+    assert all(torch.equal(results("reset")["weights"][n], w) for n, w in results("stateless")["weights"].items())
+    assert (forgetful["moments"] == 0) == (name == "stateless")
+    assert whole["moments"] > 0
+
+
+def test_a_run_with_stateless_adam_resumes(results):
+    """What is saved has moments of 0, so that every layout and every other optimizer setting can load it."""
+    assert results("stateless_rest")["metrics"][0]["train/grad_norm"] == results("stateless")["metrics"][2]["train/grad_norm"]
+    assert all(torch.equal(results("stateless")["weights"][n], w) for n, w in results("stateless_rest")["weights"].items())
+
+
+def test_the_entropy_of_the_old_policy_is_a_metric(results, models):
+    from transformers import AutoModelForCausalLM
+
+    model, total, count = AutoModelForCausalLM.from_pretrained(models["policy"]), 0.0, 0
+    for sample in batch_of(0).samples:
+        with torch.no_grad():
+            table = torch.log_softmax(model(torch.tensor(sample.tokens)[None]).logits[0, :-1].double(), -1)
+        entropy = -(table.exp() * table).sum(-1)[-sample.response_length :]
+        total += sum(float(entropy[t]) for t in trained(sample))
+        count += len(trained(sample))
+    assert results("gspo")["metrics"][0]["rollout/entropy"] == pytest.approx(total / count, abs=1e-5)
+    assert "rollout/entropy" not in results("grpo")["metrics"][0]
+
+
 def test_hooks_are_called_at_their_places(results, models):
     from safetensors.torch import load_file
 

@@ -20,6 +20,7 @@ from tests.integration.algorithms import own_hooks
 from tests.integration.megatron.worker import make_batch, make_samples, weights
 from vime.backends.megatron_utils.actor import MegatronTrainer
 from vime.backends.megatron_utils.critic import MegatronCritic, critic_config
+from vime.backends.megatron_utils.optimizer import _adams
 from vime.config import sections as s
 from vime.config.run import RunConfig
 from vime.types import TrainBatch
@@ -76,6 +77,7 @@ def train(case: dict[str, Any], where: dict[str, Any]) -> dict[str, Any]:
             values = packed_random(trainer, batch) if case.get("values") else None
             out["metrics"].append(trainer.train(batch, values))
             out["returns"] = trainer.returns
+            out["moments"] = sum(len(moments) for adam in _adams(trainer._optimizer) for moments in adam.state.values())
         if case.get("save"):
             trainer.save(case["save"])
         out["weights"] = weights(trainer)

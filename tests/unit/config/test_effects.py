@@ -64,6 +64,10 @@ def test_a_run_without_needless_flags_is_valid(valid, base):
         ({}, {"skip_eval_before_train": True}, "--skip-eval-before-train", "--eval-prompt-data"),
         ({}, {"kl_loss_type": "k3"}, "--kl-loss-type", "--use-kl-loss"),
         ({}, {"loss_mask_type": "qwen3"}, "--loss-mask-type", SFT_FUNCTION),
+        ({}, {"recompute_loss_function": True}, "--recompute-loss-function", "--loss-type custom_loss"),
+        ({"use_stateless_adam": True}, {"reset_optimizer_states": True}, "--reset-optimizer-states", "--use-stateless-adam"),
+        (SFT, {"use_rollout_entropy": True}, "--use-rollout-entropy", "--loss-type sft_loss"),
+        (SFT, {"custom_megatron_before_log_prob_hook_path": "a.b"}, "--custom-megatron-before-log-prob-hook-path", "--loss-type sft_loss"),
         (SFT, {"entropy_coef": 0.1}, "--entropy-coef", "--loss-type sft_loss"),
         (SFT, {"eps_clip": 0.1}, "--eps-clip", "--loss-type sft_loss"),
         (SFT, {"eps_clip_high": 0.1}, "--eps-clip-high", "--loss-type sft_loss"),
@@ -147,6 +151,7 @@ def test_every_setting_of_the_table_can_be_and_not_be(valid):
         change(valid, partial_rollout=True, max_weight_staleness=1, use_fault_tolerance=True, device="cuda", advantage_estimator="ppo"),
         change(valid, advantage_estimator="cispo", use_tis=True, use_opsm=True, use_opd=True, overlong_buffer_len=8),
         change(valid, use_tis=True, tis_mode="clip", use_rs=True, calculate_per_token_loss=True, custom_advantage_function_path="a.b"),
+        change(valid, loss_type="custom_loss", custom_loss_function_path="a.b", use_stateless_adam=True),
         change(valid, update_weight_transport="disk", update_weight_mode="delta", load_debug_rollout_data="x", dump_details="x"),
     ]
     for entry in _UNUSED:

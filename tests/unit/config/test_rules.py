@@ -22,6 +22,7 @@ def test_a_plain_run_is_valid(valid):
     ("values", "message"),
     [
         ({"num_epoch": 1}, "one of --num-rollout"),
+        ({"log_probs_chunk_size": 0}, "--log-probs-chunk-size 0 is no number of rows: use 1 or more, or -1"),
         ({"num_rollout": None}, "one of --num-rollout"),
         ({"n_samples_per_prompt": 1}, "advantage of 0"),
         ({"global_batch_size": 3}, "--global-batch-size 3 does not divide the 8 rollouts"),

@@ -25,6 +25,14 @@ def test_mixed_precision_takes_18_bytes_a_parameter_on_one_gpu(tmp_path: Path) -
     assert total(held(s, 0)) == 18 * padded, "2 weights, 4 gradients, 12 master copy and moments"
 
 
+def test_stateless_adam_has_its_moments_while_it_trains_alone(tmp_path: Path) -> None:
+    s = settings(tmp_path, "qwen3-4b")
+    stateless = replace(s, stateless_adam=True)
+    padded = s.model.parameters + (s.padded_vocab - s.model.vocab) * s.model.hidden
+    assert total(held(stateless, 0)) == 10 * padded
+    assert sizes(stateless)["moments of this step"] == 8 * padded
+
+
 def test_float32_on_a_cpu_takes_16(tmp_path: Path) -> None:
     s = settings(tmp_path, "qwen3-moe-mixed", device="cpu")
     padded = s.model.parameters + (s.padded_vocab - s.model.vocab) * s.model.hidden

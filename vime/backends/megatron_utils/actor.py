@@ -31,7 +31,14 @@ from vime.backends.megatron_utils.layout import Layout
 from vime.backends.megatron_utils.loss import LossHooks, loss_from_logits, packed_log_probs
 from vime.backends.megatron_utils.loss_policy import with_mean_importance
 from vime.backends.megatron_utils.model import build_model, transformer_config
-from vime.backends.megatron_utils.optimizer import build_optimizer, build_schedule, wrap_data_parallel
+from vime.backends.megatron_utils.optimizer import (
+    all_moments,
+    begin_moments_anew,
+    build_optimizer,
+    build_schedule,
+    drop_moments,
+    wrap_data_parallel,
+)
 from vime.backends.megatron_utils.roles import HeldWeights, SentVersions
 from vime.backends.megatron_utils.rollout_data import Plans, postprocessed
 from vime.backends.megatron_utils.state_writer import StateWriter
@@ -62,7 +69,7 @@ def needs_old_log_probs(algorithm: AlgorithmConfig, *, num_steps: int) -> bool:
     if algorithm.loss_type == "sft_loss":
         return False
     before = algorithm.kl_coef != 0 or algorithm.use_opd or (algorithm.use_tis and algorithm.tis_batch_normalize)
-    before = before or algorithm.custom_advantage_function_path is not None or algorithm.use_routing_replay
+    before = before or algorithm.custom_advantage_function_path is not None or algorithm.use_routing_replay or algorithm.use_rollout_entropy
     return before or (num_steps > 1 and not algorithm.use_rollout_logprobs)
 
 
@@ -176,7 +183,7 @@ class MegatronTrainer:
             if batch.rollout_id < self._config.critic.num_critic_only_steps:
                 return means | self._slowest(seconds)
         with self._timed(seconds, "actor_train"), self._replayed():
-            steps = [self._optimizer_step(packed, batch, number) for number, packed in enumerate(plans)]
+            steps = self._optimizer_steps(plans, batch)
         interval = self._config.model.ref_update_interval
         if interval is not None and (batch.rollout_id + 1) % interval == 0:
             self._settle_parameters()
@@ -252,7 +259,8 @@ class MegatronTrainer:
             if self._config.model.ref_update_interval is not None:
                 with self._as_role("ref"):
                     self.save_hf(str(Path(path) / REFERENCE_FOLDER))
-            self._saving = start_save(path, self._model, self._optimizer, self._schedule, step=self._step, background=background)
+            with all_moments(self._optimizer):
+                self._saving = start_save(path, self._model, self._optimizer, self._schedule, step=self._step, background=background)
 
     def wait_saved(self) -> None:
         """Until this rank's part of the state is written, or could not be. Not collective, and may be called from another thread."""
@@ -275,6 +283,8 @@ class MegatronTrainer:
         """
         with self._watched(f"load {path}"):
             self._step, exact = load_state(path, self._model, self._optimizer, self._schedule, resume=resume)
+            if self._config.training.use_stateless_adam:
+                drop_moments(self._optimizer)
             reference = Path(path) / REFERENCE_FOLDER
             if resume and self._config.model.ref_update_interval is not None and reference.is_dir():
                 with self._as_role("ref"):
@@ -357,6 +367,7 @@ class MegatronTrainer:
             custom_loss=optional_hook(algorithm.custom_loss_function_path, "custom_loss_function_path"),
             custom_tis=optional_hook(algorithm.custom_tis_function_path, "custom_tis_function_path"),
             pg_loss_reducer=optional_hook(algorithm.custom_pg_loss_reducer_function_path, "custom_pg_loss_reducer_function_path"),
+            recompute=self._config.training.recompute_loss_function,
         )
 
     @property
@@ -403,9 +414,12 @@ class MegatronTrainer:
         if self._hooks.before_log_prob is not None:
             self._settle_parameters()
             self._hooks.call_before_log_prob(self._model, STORE_PREFIXES[name])
-        found = forward_each(self._model, [packed for step in plans for packed in step], self._reader(temperature=self._temperature))
-        flat = iter(found)
-        return [[packed.with_token_values(**{name: next(flat)}) for packed in step] for step in plans] if found else plans
+        entropy = name == "old_log_probs" and self._config.algorithm.use_rollout_entropy
+        names = (name, "entropies") if entropy else (name,)
+        read = self._reader(temperature=self._temperature, with_entropy=entropy)
+        found = forward_each(self._model, [packed for step in plans for packed in step], read)
+        flat = (dict(zip(names, values.view(len(names), -1), strict=True)) for values in found)
+        return [[packed.with_token_values(**next(flat)) for packed in step] for step in plans] if found else plans
 
     def _with_old_log_probs(self, plans: Plans) -> Plans:
         """The log-probs under the weights that generated: those in the model, unless --keep-old-actor knows better."""
@@ -420,14 +434,21 @@ class MegatronTrainer:
         self._settle_parameters()
         return self._sent.old_log_probs(plans, lambda: self._with_log_probs(plans, "old_log_probs"), any_rank)
 
-    def _reader(self, *, temperature: float) -> ReadFunction:
-        """What makes log-probs [T] of a micro-batch's logits."""
+    @property
+    def _chunk_rows(self) -> int | None:
+        """--log-probs-chunk-size; None = by the memory of a piece."""
+        rows = self._config.training.log_probs_chunk_size
+        return rows if rows > 0 else None
+
+    def _reader(self, *, temperature: float, with_entropy: bool = False) -> ReadFunction:
+        """What makes log-probs [T] of a micro-batch's logits; log-probs and entropies [2, T] `with_entropy`."""
 
         def read(logits: torch.Tensor, packed: PackedBatch, rows: torch.Tensor | None) -> torch.Tensor:
-            return packed_log_probs(
+            log_probs, entropies = packed_log_probs(
                 logits, packed, temperature=temperature, tp_group=self._tp_group, vocab_size=self._shape.vocab_size, rows=rows,
-                cp_group=self._cp_group,
-            )[0]  # fmt: skip
+                cp_group=self._cp_group, with_entropy=with_entropy, chunk_rows=self._chunk_rows,
+            )  # fmt: skip
+            return log_probs if entropies is None else torch.stack([log_probs, entropies])
 
         return read
 
@@ -444,7 +465,7 @@ class MegatronTrainer:
     def _loss(self, logits: torch.Tensor, packed: PackedBatch, rows: torch.Tensor | None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         return loss_from_logits(
             logits, packed, self._config.algorithm, temperature=self._temperature, tp_group=self._tp_group,
-            vocab_size=self._shape.vocab_size, rows=rows, cp_group=self._cp_group, hooks=self._loss_hooks,
+            vocab_size=self._shape.vocab_size, rows=rows, cp_group=self._cp_group, hooks=self._loss_hooks, chunk_rows=self._chunk_rows,
         )  # fmt: skip
 
     @contextmanager
@@ -465,6 +486,15 @@ class MegatronTrainer:
         yield
         if self._tape is not None:
             self._tape.clear()
+
+    def _optimizer_steps(self, plans: Plans, batch: TrainBatch) -> list[dict[str, float]]:
+        """All optimizer steps of a rollout step; the metrics of each without prefix."""
+        if self._config.training.reset_optimizer_states:
+            begin_moments_anew(self._optimizer)
+        steps = [self._optimizer_step(packed, batch, number) for number, packed in enumerate(plans)]
+        if self._config.training.use_stateless_adam:
+            drop_moments(self._optimizer)
+        return steps
 
     def _optimizer_step(self, packed: list[PackedBatch], batch: TrainBatch, number: int) -> dict[str, float]:
         """The optimizer step `number` of a rollout step; its metrics without prefix."""

@@ -84,7 +84,7 @@ class MegatronCritic(MegatronTrainer):
             if returns and returns[0]:
                 pairs = zip(plans, returns, strict=True)
                 plans = [[p.with_token_values(returns=r) for p, r in zip(step, mine, strict=True)] for step, mine in pairs]
-            steps = [self._optimizer_step(packed, batch, number) for number, packed in enumerate(plans)]
+            steps = self._optimizer_steps(plans, batch)
             seconds["critic_train"] = time.perf_counter() - started
             metrics = {f"train/critic-{name}": float(np.mean([s[name] for s in steps])) for name in steps[0]}
             return metrics | {"train/critic-lr-pg_0": steps[-1]["lr-pg_0"]} | self._slowest(seconds)

@@ -12,11 +12,13 @@ it IS the step's loss, and so are the metrics. Gradients must therefore be summe
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - its usual name
+from torch.utils.checkpoint import checkpoint
 
 from vime.algorithms.sft import negative_log_likelihood
 from vime.algorithms.value_loss import clipped_value_loss
@@ -43,12 +45,14 @@ def packed_log_probs(
     cp_group: dist.ProcessGroup | None = None,
     with_entropy: bool = False,
     entropy_grad: bool = False,
+    chunk_rows: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(log-probs [T], entropies [T] or None) of the trained tokens of `packed`; 0 at all other positions.
 
     `logits` [N, V / tp] are those of the positions `rows` [N] i64, as `model.forward_logits` gives them (T stands for padding), or
     [T, V / tp] of all with None. Collective over `tp_group`, and over `cp_group`, whose ranks have different rows: what they compute is
-    put together, so that each has the whole, and a gradient flows back to the rank whose row it is of.
+    put together, so that each has the whole, and a gradient flows back to the rank whose row it is of. `chunk_rows` as in
+    `token_log_probs`.
     """
     labels, kept = packed.labels, packed.kept
     if rows is not None:
@@ -63,6 +67,7 @@ def packed_log_probs(
         rows=packed.trained_rows if rows is None else None,
         with_entropy=with_entropy,
         entropy_grad=entropy_grad,
+        chunk_rows=chunk_rows,
         kept=kept,
     )
     if rows is None:
@@ -88,6 +93,7 @@ def loss_from_logits(
     rows: torch.Tensor | None = None,
     cp_group: dist.ProcessGroup | None = None,
     hooks: LossHooks | None = None,
+    chunk_rows: int | None = None,
 ) -> tuple[torch.Tensor, Metrics]:
     """(loss scalar, metric sums) of one micro-batch; see the module's docstring for how they add up.
 
@@ -95,12 +101,16 @@ def loss_from_logits(
     temperature: the policy is softmax(logits / it). `vocab_size` is the size without padding columns. `packed.old_log_probs`
     None means that the policy has not been updated since it generated: old = current, detached. `hooks` are the
     user's functions; --loss-type custom_loss needs the logits of all positions (`rows` None). The metrics are detached scalars
-    with slime's names, without the prefix "train/". Collective over both groups. Raises DataError when `packed` lacks what the
-    loss needs, HookError when the user's function fails.
+    with slime's names, without the prefix "train/". `chunk_rows` as in `token_log_probs`. Collective over both groups. Raises DataError
+    when `packed` lacks what the loss needs, HookError when the user's function fails.
     """
     kind, hooks = algorithm.loss_type, hooks or LossHooks()
     if kind == "custom_loss":
-        return _custom_loss(logits, packed, hooks.custom_loss, hooks.args, temperature, tp_group, vocab_size)
+        compute = partial(
+            token_log_probs, logits, packed.labels, tp_group=tp_group, temperature=temperature, vocab_size=vocab_size,
+            chunk_rows=chunk_rows, kept=packed.kept,
+        )  # fmt: skip
+        return _custom_loss(logits, packed, hooks, compute)
     if kind not in KINDS:
         raise ConfigError(f"--loss-type {kind} is unknown; known are {', '.join(KINDS)}, custom_loss.")
     log_probs, entropy = packed_log_probs(
@@ -113,6 +123,7 @@ def loss_from_logits(
         cp_group=cp_group,
         with_entropy=kind == "policy_loss",
         entropy_grad=algorithm.entropy_coef != 0,
+        chunk_rows=chunk_rows,
     )
     if kind == "sft_loss":
         return _sft_loss(log_probs, packed)
@@ -140,21 +151,16 @@ def value_loss(values: torch.Tensor, packed: PackedBatch, *, value_clip: float) 
 
 
 def _custom_loss(
-    logits: torch.Tensor,
-    packed: PackedBatch,
-    custom_loss: CustomLoss | None,
-    args: Any,
-    temperature: float,
-    tp_group: dist.ProcessGroup | None,
-    vocab_size: int | None,
+    logits: torch.Tensor, packed: PackedBatch, hooks: LossHooks, compute: Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 ) -> tuple[torch.Tensor, Metrics]:
     """Call fn(args, batch, logits, sum_of_sample_mean) with slime's scales, and bring the result to ours.
 
     `logits` come as [1, T, V / tp], not yet divided by the temperature. `sum_of_sample_mean(x)` takes response-aligned
     values, [sum of R], and gives the sum over the rollouts of their token means (with --calculate-per-token-loss: the sum over
-    the tokens). The framework then divides loss and metrics by the rollouts (tokens) of the whole step.
+    the tokens). The framework then divides loss and metrics by the rollouts (tokens) of the whole step. `compute`, with or without
+    entropies, gives the log-probs of `logits`. With `hooks.recompute` the function is called once more in the backward pass.
     """
-    if custom_loss is None:
+    if hooks.custom_loss is None:
         raise ConfigError("--loss-type custom_loss needs --custom-loss-function-path: fn(args, batch, logits, sum_of_sample_mean).")
     weights = torch.cat(packed.gather(packed.loss_weight)) * packed.denominator
 
@@ -164,20 +170,12 @@ def _custom_loss(
         return (weights * values).sum()
 
     def log_probs(*, with_entropy: bool = False) -> tuple[list[torch.Tensor], list[torch.Tensor] | None]:
-        values, entropy = token_log_probs(
-            logits,
-            packed.labels,
-            tp_group=tp_group,
-            temperature=temperature,
-            vocab_size=vocab_size,
-            with_entropy=with_entropy,
-            entropy_grad=with_entropy,
-            kept=packed.kept,
-        )
+        values, entropy = compute(with_entropy=with_entropy, entropy_grad=with_entropy)
         return packed.gather(values), None if entropy is None else packed.gather(entropy)
 
+    call = partial(checkpoint, hooks.custom_loss, use_reentrant=False) if hooks.recompute else hooks.custom_loss
     try:
-        loss, metrics = custom_loss(args, _hook_batch(packed, log_probs), logits.unsqueeze(0), sum_of_sample_mean)
+        loss, metrics = call(hooks.args, _hook_batch(packed, log_probs), logits.unsqueeze(0), sum_of_sample_mean)
     except Exception as error:
         raise HookError(f"--custom-loss-function-path raised {type(error).__name__}: {error}") from error
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:

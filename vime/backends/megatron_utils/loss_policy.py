@@ -32,12 +32,16 @@ Metrics = dict[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossHooks:
-    """The user's functions inside the loss, loaded; None = not given. `args` is the flat view that they are handed."""
+    """The user's functions inside the loss, loaded; None = not given. `args` is the flat view that they are handed.
+
+    With `recompute` the custom loss keeps nothing for its backward pass and is computed once more there.
+    """
 
     args: Any = None
     custom_loss: Callable[..., Any] | None = None
     custom_tis: Callable[..., Any] | None = None
     pg_loss_reducer: Callable[..., Any] | None = None
+    recompute: bool = False
 
 
 def mean(packed: PackedBatch, values: torch.Tensor) -> torch.Tensor:

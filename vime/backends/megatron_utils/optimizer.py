@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,7 @@ from vime.config.megatron_rules import planned_steps
 from vime.config.sections import DataConfig
 from vime.errors import ConfigError
 
-__all__ = ["build_optimizer", "build_schedule", "wrap_data_parallel"]
+__all__ = ["all_moments", "begin_moments_anew", "build_optimizer", "build_schedule", "drop_moments", "wrap_data_parallel"]
 
 
 def wrap_data_parallel(
@@ -57,6 +58,43 @@ def build_optimizer(args: argparse.Namespace, config: TransformerConfig, chunks:
     optimizer = get_megatron_optimizer(optimizer_config, list(chunks), get_standard_config_overrides(config=optimizer_config))
     config.grad_scale_func = None
     return optimizer
+
+
+def _adams(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
+    """The optimizers with the moments, below Megatron's."""
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [part.optimizer for part in parts if part.optimizer is not None]
+
+
+def begin_moments_anew(optimizer: MegatronOptimizer) -> None:
+    """Set moments and step counts to 0, as at the start of a run."""
+    for adam in _adams(optimizer):
+        for group in adam.param_groups:
+            group["step"] = 0
+        for moments in adam.state.values():
+            for value in moments.values():
+                value.zero_()
+
+
+def drop_moments(optimizer: MegatronOptimizer) -> None:
+    """Give the moments' memory back; the next step begins with zeros and a step count of 0."""
+    for adam in _adams(optimizer):
+        for group in adam.param_groups:
+            group["step"] = 0
+        adam.state.clear()
+
+
+@contextmanager
+def all_moments(optimizer: MegatronOptimizer) -> Iterator[None]:
+    """Moments that are not there are there inside, as zeros: Megatron's checkpoints hold them for each parameter."""
+    lacking = [(adam, p) for adam in _adams(optimizer) for group in adam.param_groups for p in group["params"] if not adam.state.get(p)]
+    for adam, parameter in lacking:
+        adam.state[parameter].update(exp_avg=torch.zeros_like(parameter), exp_avg_sq=torch.zeros_like(parameter))
+    try:
+        yield
+    finally:
+        for adam, parameter in lacking:
+            del adam.state[parameter]
 
 
 def build_schedule(args: argparse.Namespace, data: DataConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:

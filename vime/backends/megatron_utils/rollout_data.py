@@ -25,6 +25,7 @@ TOKEN_VALUES = {  # a field of PackedBatch -> its name in slime's rollout_data
     "values": "values",
     "advantages": "advantages",
     "returns": "returns",
+    "entropies": "entropy",
 }
 FLAG = "--rollout-data-postprocess-path"
 

@@ -58,7 +58,7 @@ class AlgorithmConfig:
 
     use_rollout_logprobs: bool = opt(False, "Take the engine's log-probs as the old policy's, instead of recomputing them.")
     use_rollout_entropy: bool = opt(
-        False, "Entropy of the old policy as a metric.", not_yet="the policy's entropy is always a metric. Leave it out."
+        False, "The old policy's entropy of each token as rollout_data['entropy'] for hooks, its mean as the metric rollout/entropy."
     )
     get_mismatch_metrics: bool = opt(False, "Metrics of the importance weights trainer / engine, without using them.")
     use_tis: bool = opt(False, "Weigh the policy loss by the truncated ratio trainer / engine.")

@@ -25,22 +25,18 @@ class TrainingConfig:
     freeze_params_name_list: list[str] = opt(
         [], "Regular expressions of the parameters to freeze, by Megatron's names.", many=True, type=str
     )
-    reset_optimizer_states: bool = opt(
-        False, "Clear the optimizer's moments before each rollout step.", not_yet="the moments are kept. Leave it out."
-    )
+    reset_optimizer_states: bool = opt(False, "Clear the optimizer's moments and step count before each rollout step's training.")
     use_stateless_adam: bool = opt(
-        False, "Adam whose moments live for one rollout step only.", not_yet="the moments are kept. Leave it out."
+        False, "The same, and the moments' memory is given back after each rollout step's training (8 bytes a weight)."
     )
     log_probs_chunk_size: int = opt(
         -1,
-        "Rows of logits that are turned into log-probs at a time; -1 = all.",
+        "Rows of logits that are turned into log-probs at a time; -1 = as many as make 1 MiB in float32 (on a GPU 256 MiB).",
         ge=-1,
-        not_yet="lower --max-tokens-per-gpu to save memory.",
     )
     recompute_loss_function: bool = opt(
         False,
-        "Compute the loss once more in the backward pass instead of keeping its intermediates.",
-        not_yet="lower --max-tokens-per-gpu to save memory.",
+        "Compute a loss of one's own once more in the backward pass instead of keeping its intermediates.",
     )
     enable_mtp_training: bool = opt(
         False, "Train the multi-token-prediction layers, too.", not_yet="models are trained without such layers. Leave it out."

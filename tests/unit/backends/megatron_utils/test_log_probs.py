@@ -5,12 +5,16 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vime.backends.megatron_utils.log_probs import token_log_probs
-from vime.packing.pack import KeptTokens
+from vime.backends.megatron_utils.loss import loss_from_logits
+from vime.config.sections import AlgorithmConfig
+from vime.packing.pack import KeptTokens, pack
+from vime.types import StepPlan, TrainSample
 
 
 def plain(logits: torch.Tensor, labels: torch.Tensor, temperature: float, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -159,6 +163,25 @@ class LargestFloat(TorchDispatchMode):
             if isinstance(value, torch.Tensor) and value.dtype == torch.float32:
                 self.elements = max(self.elements, value.numel())
         return out
+
+
+@pytest.mark.parametrize("kind", ["policy_loss", "sft_loss"])
+def test_a_loss_goes_over_as_many_rows_at_a_time_as_it_is_told(kind: str) -> None:
+    mask = np.ones(40, np.float32)
+    sample = TrainSample(
+        tokens=np.arange(48), response_length=40, loss_mask=mask, reward=1.0, raw_reward=1.0, sample_id=0, group_id=0, rollout_id=0,
+        rollout_mask_sum=40.0,
+    )  # fmt: skip
+    packed = pack([sample], StepPlan(micro_batches=((0,),), num_rollouts=1, num_tokens=40.0)).with_token_values(advantages=[torch.ones(40)])
+    logits = torch.randn(48, 64, generator=torch.Generator().manual_seed(0)).bfloat16().requires_grad_()
+    losses = []
+    for rows, largest in ((None, 40 * 64), (2, 2 * 64)):
+        with LargestFloat() as seen:
+            loss, _ = loss_from_logits(logits, packed, AlgorithmConfig(loss_type=kind), temperature=1.0, chunk_rows=rows)
+            loss.backward()
+        assert seen.elements == largest
+        losses.append(loss.item())
+    assert losses[0] == losses[1]
 
 
 @pytest.mark.parametrize("chosen", [False, True])

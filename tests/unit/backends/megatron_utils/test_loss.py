@@ -308,6 +308,37 @@ def test_a_custom_loss_in_slimes_form_gives_the_built_in_loss(per_token: bool) -
     assert 0 < results[1][2]["entropy"].item() < math.log(VOCAB)
 
 
+def test_a_recomputed_custom_loss_keeps_the_logits_alone_and_has_the_same_gradient() -> None:
+    algorithm = AlgorithmConfig(loss_type="custom_loss")
+    packed, logits = example(algorithm)
+    calls = []
+
+    def user_loss(args: Any, batch: dict[str, Any], logits: torch.Tensor, sum_of_sample_mean: Callable[..., Any]) -> Any:
+        calls.append(logits.shape)
+        rows = torch.cat([part.exp().log1p().sin() for part in packed.gather(logits[0])])
+        return sum_of_sample_mean(rows.sum(-1)), {}
+
+    gradients, kept = [], []
+    for recompute in (False, True):
+        leaf, sizes = logits.clone().requires_grad_(), []
+
+        def keep(tensor: torch.Tensor, sizes: list[int] = sizes) -> torch.Tensor:
+            sizes.append(tensor.numel())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            hooks = LossHooks(custom_loss=user_loss, recompute=recompute)
+            loss, _ = loss_from_logits(leaf, packed, algorithm, temperature=1.0, vocab_size=VOCAB, hooks=hooks)
+        loss.backward()
+        gradients.append(leaf.grad)
+        kept.append(sum(sizes))
+    assert gradients[0] is not None
+    assert gradients[1] is not None
+    assert torch.equal(gradients[0], gradients[1])
+    assert len(calls) == 3  # once, and once more in the backward pass
+    assert kept[1] == logits.numel() < kept[0]
+
+
 def raises(args: Any, batch: Any, logits: Any, sum_of_sample_mean: Any) -> Any:
     """A hook with a bug."""
     return batch["no such field"]

@@ -139,6 +139,7 @@ def test_the_critic_sees_its_own_folder_rate_and_warm_up() -> None:
         ({}, 2, True),
         ({"use_rollout_logprobs": True}, 2, False),
         ({"use_tis": True}, 1, False),
+        ({"use_rollout_entropy": True}, 1, True),
         ({"kl_coef": 0.1, "advantage_estimator": "ppo"}, 1, True),
         ({"use_opd": True, "opd_type": "megatron"}, 1, True),
         ({"loss_type": "sft_loss"}, 2, False),
