@@ -70,7 +70,10 @@ CHANGED: dict[str, str] = {  # same name, other default or meaning, and why
     "--update-weight-transport": "Chosen by where trainer and engines run, instead of nccl; shared memory and CUDA IPC have names.",
     "--update-weight-delta-encoding": "overwrite instead of xor: a change that is applied twice must not corrupt the weights.",
     "--rollout-health-check-first-wait": "300 s instead of 0: an engine that still compiles is not dead.",
-    "--recompute-loss-function": "Does what it is called; slime's help says the opposite.",
+    "--loss-mask-type": "distill_qwen trains every answer of a conversation, to its end token; slime the last alone, without it.",
+    "--recompute-loss-function": "For a loss of one's own; ours keep nothing that large. slime's help says the opposite of what it does.",
+    "--log-probs-chunk-size": "-1 is a size that suits the device, instead of all rows at a time.",
+    "--use-stateless-adam": "Does not need --no-save-optim: what is saved has moments of 0.",
     "--memory-snapshot-dir": "The run's log folder instead of the current one.",
 }
 

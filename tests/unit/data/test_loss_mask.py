@@ -113,5 +113,5 @@ def test_response_lengths_count_from_the_first_trained_token(tokenizers: dict[st
 
 
 def test_an_unknown_type_is_refused(tokenizers: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="Known are qwen, qwen3"):
+    with pytest.raises(ConfigError, match="Known are distill_qwen, qwen, qwen3, qwen3_5"):
         MultiTurnLossMaskGenerator(tokenizers["qwen"], "llama")

@@ -78,7 +78,6 @@ class DataConfig:
         "qwen",
         "Which chat-template family SFT masks follow.",
         choices=("qwen", "qwen3", "qwen3_5", "distill_qwen"),
-        choices_not_yet=("qwen3_5", "distill_qwen"),
     )
 
 
