@@ -158,7 +158,7 @@ def _reference(config: RunConfig) -> Iterator[str]:
         yield "--use-kl-loss and --kl-loss-coef go together: a coefficient above 0 with the flag, or neither."
     if alg.kl_coef > 0 and alg.use_kl_loss:
         yield "--kl-coef and --use-kl-loss both hold the policy near the reference: leave one of them out."
-    if _reads_reference(config) and folder is None:
+    if _reads_reference(config) and folder is None and config.lora.lora_rank is None:  # else it is the model without its adapters
         yield f"{'--use-kl-loss' if alg.use_kl_loss else '--kl-coef'} needs --ref-load, the folder of the frozen reference model."
     if folder is not None and not _reads_reference(config):
         yield "--ref-load has no effect without --use-kl-loss: leave it out, or add --use-kl-loss --kl-loss-coef 0.001."

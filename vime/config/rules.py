@@ -73,6 +73,18 @@ def _placement(config: RunConfig) -> Iterator[str]:
         yield "--loss-type custom_loss needs the logits of whole sequences: leave --context-parallel-size out."
 
 
+def _adapters(config: RunConfig) -> Iterator[str]:
+    if config.lora.lora_rank is None:
+        return
+    if config.training.only_train_params_name_list or config.training.freeze_params_name_list:
+        yield (
+            "--lora-rank freezes the whole model: leave --only-train-params-name-list and --freeze-params-name-list out, "
+            "and say with --lora-target-modules which layers get adapters."
+        )
+    if config.model.ref_update_interval is not None:
+        yield "--ref-update-interval with --lora-rank is not available yet: the reference is the model without its adapters. Leave it out."
+
+
 def _batches(config: RunConfig) -> Iterator[str]:
     data = config.data
     if (data.num_rollout is None) == (data.num_epoch is None):
@@ -197,4 +209,4 @@ def _template_problem(template: str) -> str | None:
     return "only {rollout_id} can be filled in."
 
 
-_RULES = (_placement, _batches, algorithm_rules, megatron_rules, _rollout, _determinism, _evaluation, _files)
+_RULES = (_placement, _adapters, _batches, algorithm_rules, megatron_rules, _rollout, _determinism, _evaluation, _files)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from vime.config import RunConfig
 from vime.config.estimators import ESTIMATORS
+from vime.config.sections import LoraConfig
 from vime.errors import ConfigError
 from vime.plan.devices import GIB, GPUS, Machine
 from vime.plan.shape import ModelSize, read_model
@@ -71,6 +74,9 @@ class Settings:
     recompute_modules: tuple[str, ...]  # with selective
     vocab_multiple: int
     critic: bool  # a second trainer of the same layout, with one output a token
+    lora_rank: int  # of adapters, which alone are trained; 0 = all weights are
+    lora_targets: tuple[str, ...]  # names of the layers with adapters; () = all
+    lora_dropout: bool
     roles: int  # further sets of weights (reference, teacher) that wait in host memory
     whole_logits: bool  # of all positions, not only of the trained ones
     saves_behind: bool  # a copy of the trainer's state is in host memory while the run goes on
@@ -193,7 +199,10 @@ def settings_of(config: RunConfig, options: PlanOptions) -> Settings:
         **_recompute(config.megatron),
         vocab_multiple=int(config.megatron.get("make_vocab_size_divisible_by") or 128),
         critic=train and ESTIMATORS[alg.advantage_estimator].critic,
-        roles=int(alg.use_kl_loss or alg.kl_coef != 0) + int(config.model.opd_teacher_load is not None),
+        lora_rank=config.lora.lora_rank or 0,
+        lora_targets=_lora_targets(config.lora),
+        lora_dropout=config.lora.lora_dropout > 0,
+        roles=_roles(config),
         whole_logits=alg.loss_type == "custom_loss",
         saves_behind=train and config.checkpoint.async_save,
         prompts=data.rollout_batch_size or 1,
@@ -220,6 +229,26 @@ def settings_of(config: RunConfig, options: PlanOptions) -> Settings:
     )
     check_layout(settings)
     return settings
+
+
+def _roles(config: RunConfig) -> int:
+    """Sets of weights beside the policy's. With adapters the reference is the model without them, unless it is another one."""
+    model, alg = config.model, config.algorithm
+    reference = alg.use_kl_loss or alg.kl_coef != 0
+    if config.lora.lora_rank is not None and model.ref_load in (None, model.hf_checkpoint):
+        reference = False
+    return int(reference) + int(model.opd_teacher_load is not None)
+
+
+def _lora_targets(lora: LoraConfig) -> tuple[str, ...]:
+    """The names of the layers with adapters; () = all. What cannot be read of --lora-load is told when the run is checked."""
+    if lora.lora_load is None or lora.lora_target_modules:
+        return tuple(lora.lora_target_modules)
+    try:
+        found = json.loads((Path(lora.lora_load) / "adapter_config.json").read_text(encoding="utf-8"))["target_modules"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return ()
+    return tuple(found) if isinstance(found, list) else ()
 
 
 def check_layout(settings: Settings) -> None:

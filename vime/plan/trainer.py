@@ -4,12 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from vime.plan.adapters import adapter_numbers, adapter_weights
 from vime.plan.batches import batches, computed_tokens, micro_batch_tokens
 from vime.plan.footprint import Item
 from vime.plan.settings import Settings
 from vime.plan.shape import Delta, ModelSize
 
-__all__ = ["StageWeights", "activation_numbers", "held", "role_weights", "stage_weights", "sync_bucket", "sync_items", "train_items"]
+__all__ = [
+    "StageWeights",
+    "activation_numbers",
+    "held",
+    "role_weights",
+    "stage_weights",
+    "sync_bucket",
+    "sync_items",
+    "train_items",
+    "trained_weights",
+]
 
 ROLE, CRITIC = "trainer", "critic"
 ADAM_BYTES = 8  # two float32 moments a weight
@@ -57,6 +68,14 @@ def stage_weights(s: Settings, stage: int, role: str = ROLE) -> StageWeights:
     return StageWeights(dense=dense, expert=sum(x.expert for x in layers) // (s.expert * s.expert_tensor))
 
 
+def trained_weights(s: Settings, stage: int, role: str = ROLE) -> StageWeights:
+    """Those of them that are trained: all, or the policy's adapters."""
+    if not s.lora_rank or role == CRITIC:
+        return stage_weights(s, stage, role)
+    dense, expert = adapter_weights(s, stage_layers(s, stage))
+    return StageWeights(dense=dense, expert=expert)
+
+
 def held(s: Settings, stage: int) -> list[Item]:
     """Weights, gradients and optimizer state of one rank, and of the critic's beside it; on a CPU also the weights of other roles.
 
@@ -72,10 +91,12 @@ def held(s: Settings, stage: int) -> list[Item]:
 
 
 def _held(s: Settings, stage: int, role: str) -> list[Item]:
-    w = stage_weights(s, stage, role)
+    w, all_weights = trained_weights(s, stage, role), stage_weights(s, stage, role).all
+    if s.lora_rank and role != CRITIC:
+        all_weights += w.all
     per_weight = (0 if s.stateless_adam else ADAM_BYTES) + (MAIN_BYTES if s.param_bytes < 4 else 0)
     return [
-        _item("weights", w.all * s.param_bytes, role),
+        _item("weights", all_weights * s.param_bytes, role),
         _item("gradients", w.all * s.grad_bytes, role),
         _item("optimizer", per_weight * _own_share(s, w), role),
     ]
@@ -143,7 +164,7 @@ def _delta_numbers(d: Delta) -> float:
 
 def _kept(s: Settings, stage: int) -> tuple[float, float]:
     """(numbers a token kept for one micro-batch by a stage, numbers that exist a second time while they are recomputed)."""
-    numbers = [activation_numbers(s, layer) for layer in stage_layers(s, stage)]
+    numbers = [activation_numbers(s, layer) + (adapter_numbers(s, layer) if s.lora_rank else 0.0) for layer in stage_layers(s, stage)]
     if s.recompute != "full":
         return sum(numbers), 0.0
     entry = s.model.hidden / (s.tensor if s.sequence else 1)  # the input of a recomputed unit (arXiv:2205.05198, section 5)
@@ -186,19 +207,20 @@ def _train_items(s: Settings, stage: int, role: str) -> list[Item]:
     last = stage == s.pipeline - 1
     if last and role != CRITIC:
         items += logits_items(s, micro_batch_tokens(s))
-    items.append(_item("backward workspace", int(tokens * size * _workspace(s)) + (_table(s) if last or stage == 0 else 0), role))
+    table = _table(s) if (last or stage == 0) and not (s.lora_rank and role != CRITIC) else 0
+    items.append(_item("backward workspace", int(tokens * size * _workspace(s)) + table, role))
     if not s.cpu:
-        update = _item("optimizer workspace", _update(s, stage))
+        update = _item("optimizer workspace", _update(s, stage, role))
         return items if sum(i.num_bytes for i in items) >= update.num_bytes else [update]
     # gloo's reductions and gathers work on a copy of the whole buffer; and glibc gives freed blocks below 32 MiB, as most activations
     # are, not back to the system: what comes after the backward pass comes on top of them
-    copy = max(_update(s, stage), stage_weights(s, stage).all * s.grad_bytes)
+    copy = max(_update(s, stage, role), trained_weights(s, stage, role).all * s.grad_bytes)
     return [*items, _item("copy in a collective", copy, role)]
 
 
-def _update(s: Settings, stage: int) -> int:
+def _update(s: Settings, stage: int, role: str) -> int:
     """What Adam's step needs besides: one float32 number for each weight of a piece, the largest parameter at least."""
-    w = stage_weights(s, stage)
+    w = trained_weights(s, stage, role)
     mine = max(w.dense // (s.data * s.context), w.expert // max(1, s.expert_data))
     largest = max(s.padded_vocab // s.tensor, 3 * s.model.ffn // s.tensor) * s.model.hidden
     return MAIN_BYTES * min(mine, ADAM_PIECE + largest)
@@ -217,8 +239,12 @@ def logits_items(s: Settings, tokens: int) -> list[Item]:
 
 
 def sync_items(s: Settings, stage: int) -> list[Item]:
-    """What a weight sync adds on the rank that sends: one bucket of whole tensors."""
-    return [_item("sync bucket", sync_bucket(s))] if stage == 0 else []
+    """What a weight sync adds on the rank that sends: one bucket of whole tensors; with adapters the one that is merged, in float32."""
+    if stage:
+        return []
+    widest = max(3 * s.model.ffn // s.tensor, s.model.query_width) * s.model.hidden
+    merged = [_item("merged tensor", widest * (4 if s.param_bytes == 4 else 8))] if s.lora_rank else []
+    return [_item("sync bucket", sync_bucket(s)), *merged]
 
 
 def sync_bucket(s: Settings) -> int:

@@ -11,9 +11,11 @@ All of them say all that is wrong before the first error is raised.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from vime.config import RunConfig
@@ -110,13 +112,17 @@ def _questions(tokens: OwnedTokens, model_options: list[str]) -> dict[str, list[
 
 
 def _model_options(sections: Mapping[str, Any]) -> list[str]:
-    """What Megatron's check needs to compare shape flags and parallel sizes with the model; nothing while that is unknown."""
+    """What Megatron's check needs to compare shape flags, parallel sizes and adapters with the model; nothing while that is unknown."""
     if sections["debug"].debug_rollout_only:
         return []
     folder, cluster = sections["model"].hf_checkpoint, sections["cluster"]
     if folder is None or not os.path.isdir(folder):
         return []  # a rule speaks of that
-    return ["--hf-checkpoint", folder, "--world-size", str(cluster.actor_num_nodes * cluster.actor_num_gpus_per_node)]
+    words = ["--hf-checkpoint", folder, "--world-size", str(cluster.actor_num_nodes * cluster.actor_num_gpus_per_node)]
+    lora = sections["lora"]
+    if lora.lora_rank is None or (lora.lora_load is not None and not os.path.isdir(lora.lora_load)):
+        return words
+    return [*words, "--lora", json.dumps(asdict(lora))]
 
 
 def _told(answers: Mapping[str, Answer]) -> Iterator[str]:

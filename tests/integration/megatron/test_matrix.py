@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import pytest
 import torch
 
 from tests.integration.megatron.conftest import RECOMPUTE, run_all
+from tests.integration.megatron.lora_cases import LORA_LAYOUTS, lora_cases
 from tests.tiny_models import write_model
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
@@ -27,6 +30,7 @@ SIZES = {
     "first": "--decoder-first-pipeline-num-layers",
 }
 MODELS = ("deep", "deep_untied", "qwen3_moe", "deepseek_v3")
+ADAPTED = (*MODELS, "qwen3_next")
 LAYOUTS = {  # processes -> model -> layouts; "sp" is tensor and sequence parallelism
     2: {
         "deep": ["pp2", "pp2 chunk1", "cp2", "pp2 first1"],
@@ -100,19 +104,27 @@ def cases_of(models: dict[str, str], folder: Path) -> dict[int, list[dict[str, A
         {"name": "only", "model": deep, "training": {"only_train_params_name_list": ["linear_fc1"]}, **grads},
         {"name": "frozen nothing", "model": deep, "training": {"freeze_params_name_list": ["no such name"]}, "refused": True},
     ]
-    return {size: cases[size] for size in (4, 2, 1)}
+    adapted = lora_cases(models, folder, tokens_of)
+    return {size: [*cases[size], *adapted[size]] for size in (4, 2, 1)}
 
 
 @pytest.fixture(scope="session")
-def matrix(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """matrix(case, rank=0): what a rank of a case stored. One number of processes after the other."""
+def matrix_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where all cases left their results. One number of processes after the other."""
     folder = tmp_path_factory.mktemp("matrix")
-    models = {name: str(write_model(name, folder / name)) for name in MODELS}
+    models = {name: str(write_model(name, folder / name)) for name in ADAPTED}
+    models["deep_copy"] = str(shutil.copytree(models["deep"], folder / "deep_copy"))
     for size, listed in cases_of(models, folder).items():
         run_all(folder, {size: listed})
+    return folder
+
+
+@pytest.fixture(scope="session")
+def matrix(matrix_folder: Path) -> Results:
+    """matrix(case, rank=0): what a rank of a case stored."""
 
     def load(name: str, rank: int = 0) -> dict[str, Any]:
-        return torch.load(folder / f"{name}.{rank}.pt", weights_only=False)
+        return torch.load(matrix_folder / f"{name}.{rank}.pt", weights_only=False)
 
     return load
 
@@ -203,3 +215,106 @@ def test_frozen_parameters_stay_and_the_others_learn_as_before(matrix: Results) 
 def test_an_expression_that_is_found_nowhere_is_refused(matrix: Results) -> None:
     error = matrix("frozen nothing")["error"]
     assert error.startswith("ConfigError: --freeze-params-name-list 'no such name' is found in no parameter's name. Names are like ")
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"), [(model, layout) for of in LORA_LAYOUTS.values() for model, layouts in of.items() for layout in layouts]
+)
+def test_adapters_in_a_layout_equal_those_of_one_process(matrix: Results, model: str, layout: str) -> None:
+    one, many = matrix(f"lora {model} one"), matrix(f"lora {model} {layout}")
+    assert losses(many) == pytest.approx(losses(one), abs=1e-6)
+    assert many["metrics"][0]["train/grad_norm"] == pytest.approx(one["metrics"][0]["train/grad_norm"], rel=1e-5)
+    assert all(value.any() for name, value in one["gradients"].items() if ".experts." not in name), "of A and of B"
+    rounding = 1e-4 if model == "qwen3_next" else EQUAL  # as for its own weights: a delta net divides by the length of its keys
+    assert worst(many["gradients"], one["gradients"]) <= rounding
+    assert worst(many["weights"], one["weights"]) <= 1e-4  # merged, after one step of Adam, which divides small gradients by themselves
+    assert many["probe"] == pytest.approx(one["probe"], abs=EQUAL)
+
+
+def test_adapters_on_some_of_a_fused_layers_parts(matrix: Results) -> None:
+    one, many = matrix("lora few one"), matrix("lora few sp2")
+    assert {name.split(".")[-3] for name in one["gradients"] if one["gradients"][name].any()} == {"q_proj", "v_proj", "down_proj"}
+    assert worst(many["gradients"], one["gradients"]) <= EQUAL
+    start = matrix("deep one")["weights"]
+    for result in (one, many):
+        still = {name.split(".")[-2] for name, value in result["weights"].items() if name.endswith("proj.weight") and "k_proj" in name}
+        assert still == {"k_proj"}
+    assert set(start) == set(one["weights"])
+
+
+def test_adapters_that_begin_change_nothing_to_the_bit(matrix: Results) -> None:
+    start, plain = matrix("lora start"), matrix("lora merged")
+    assert start["probe"] == plain["probe"]
+    assert all(torch.equal(start["weights"][name], value) for name, value in plain["weights"].items())
+
+
+def test_the_optimizer_holds_adapters_alone(matrix: Results) -> None:
+    assert matrix("lora start")["trained"] == sum(tensor.numel() for tensor in matrix("lora deep one")["gradients"].values())
+
+
+@pytest.mark.parametrize(("whole", "more"), [("four steps", "two more cp2"), ("four steps moe", "two more ep2")])
+def test_adapters_saved_in_one_layout_go_on_in_another(matrix: Results, whole: str, more: str) -> None:
+    whole_run, rest = matrix(f"lora {whole}"), matrix(f"lora {more}")
+    assert rest["step"] == 4
+    for name in ("train/loss", "train/grad_norm"):
+        assert [m[name] for m in rest["metrics"]] == pytest.approx([m[name] for m in whole_run["metrics"][2:]], rel=2e-3, abs=1e-5)
+    assert worst(rest["weights"], whole_run["weights"]) <= 2e-3
+
+
+def test_a_checkpoint_of_adapters_holds_no_base_model_and_says_whose_it_is(matrix: Results, matrix_folder: Path) -> None:
+    keys = json.dumps([str(key) for key in torch.load(matrix_folder / "lora two steps.0.pt", weights_only=False)["saved_keys"]])
+    assert "linear_qkv_adapter" in keys
+    assert "linear_qkv.weight" not in keys
+    assert "--lora-rank 5 is 4 there" in matrix("lora rank 5")["error"]
+    assert "holds adapters of rank 4 and no model: give --lora-rank 4" in matrix("lora none")["error"]
+
+
+def test_transformers_computes_the_same_with_the_exported_weights_and_with_the_exported_adapters(
+    matrix: Results, matrix_folder: Path
+) -> None:
+    """The adapters by the formula of LoRA on transformers' own layers, and merged by us: neither knows of the other."""
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    exported = matrix_folder / "lora_hf"
+    merged = AutoModelForCausalLM.from_pretrained(exported)
+    adapted = AutoModelForCausalLM.from_pretrained(matrix_folder / "deep")
+    config, factors = json.loads((exported / "adapter" / "adapter_config.json").read_text()), {}
+    for name, tensor in load_file(exported / "adapter" / "adapter_model.safetensors").items():
+        layer, letter = name.removeprefix("base_model.model.").removesuffix(".weight").rsplit(".lora_", 1)
+        factors[layer, letter] = tensor
+    layers = {layer for layer, _ in factors}
+    assert len(layers) == 4 * 7
+    for layer in layers:
+        scaled = config["lora_alpha"] / config["r"] * factors[layer, "B"]
+        adapted.get_submodule(layer).register_forward_hook(
+            lambda _, inputs, out, a=factors[layer, "A"], b=scaled: out + inputs[0] @ a.T @ b.T
+        )
+    tokens = torch.arange(3, 25)
+    for model in (merged, adapted):
+        with torch.no_grad():
+            found = model(tokens[None]).logits[0, :-1].log_softmax(-1).gather(1, tokens[1:, None]).squeeze(1)
+        assert matrix("lora two steps")["probe_then"] == pytest.approx(found.tolist(), abs=1e-4)
+    assert matrix("lora two steps")["probe_then"] != pytest.approx(matrix("lora merged")["probe"], abs=0.1)
+
+
+def test_the_reference_is_the_model_without_its_adapters(matrix: Results) -> None:
+    base, loaded = matrix("lora base kl")["metrics"], matrix("lora model kl")["metrics"]
+    assert base[0]["train/kl_loss"] > 1e-3
+    for name in ("train/kl_loss", "train/loss", "train/grad_norm"):
+        assert base[0][name] == loaded[0][name]
+
+
+def test_dropout_acts_in_training_and_repeats_with_the_seed(matrix: Results) -> None:
+    dropped, again, whole = matrix("lora dropout"), matrix("lora dropout again"), matrix("lora deep one")
+    assert worst(dropped["gradients"], again["gradients"]) == 0
+    assert worst(dropped["gradients"], whole["gradients"]) > 0.1
+    assert dropped["probe"] == whole["probe"], "log-probs are taken without it"
+
+
+def test_bfloat16_adapters_have_float32_masters(matrix: Results) -> None:
+    for case in ("lora bf16", "lora bf16 tp2"):
+        result = matrix(case)
+        assert result["weights"]["model.norm.weight"].dtype == torch.bfloat16
+        assert result["master"] == {torch.float32}
+        assert result["probe"] == pytest.approx(matrix("lora deep one")["probe"], abs=0.3)

@@ -22,6 +22,7 @@ import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemReader
 
 from vime.backends.megatron_utils import bootstrap
 from vime.backends.megatron_utils.actor import MegatronTrainer
@@ -74,11 +75,12 @@ def make_batch(samples: list[TrainSample], *, rank: int, size: int, micro: int, 
 
 
 def weights(trainer: MegatronTrainer) -> dict[str, torch.Tensor]:
+    """As the engines get them: with the adapters merged."""
     return {name: tensor for bucket in trainer.hf_weights(30_000) for name, tensor in bucket}
 
 
 def gradients(trainer: MegatronTrainer) -> dict[str, torch.Tensor]:
-    """The step's gradients under Hugging Face names: exported as if they were the weights. Ends the trainer's usefulness."""
+    """The step's gradients under Hugging Face names: exported as if they were weights or adapters. Ends the trainer's use."""
     of_dense = parallel_state.get_data_parallel_group(with_context_parallel=True)
     of_experts = parallel_state.get_expert_data_parallel_group()
     for model in trainer._model:
@@ -89,7 +91,7 @@ def gradients(trainer: MegatronTrainer) -> dict[str, torch.Tensor]:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.copy_(parameter.main_grad if parameter.requires_grad else torch.zeros_like(parameter))
-    return weights(trainer)
+    return weights(trainer) if trainer._adapters is None else trainer._adapters.tensors()
 
 
 def config_of(case: dict[str, Any]) -> RunConfig:
@@ -100,6 +102,7 @@ def config_of(case: dict[str, Any]) -> RunConfig:
         cluster=s.ClusterConfig(actor_num_gpus_per_node=2, actor_deadline=120.0),
         rollout=s.RolloutConfig(rollout_temperature=case.get("temperature", 1.0)),
         megatron_tokens=tuple(case.get("tokens", ())),
+        lora=s.LoraConfig(**case.get("lora", {})),
     )
     return dataclasses.replace(base, algorithm=s.AlgorithmConfig(**case.get("algorithm", {})))
 
@@ -188,11 +191,14 @@ def run_case(case: dict[str, Any], *, world: int, rank: int, port: int) -> dict[
             out["refused_save"] = [refused_save(trainer, case["refused_save"], rank=rank) for _ in range(2)]
         if case.get("save"):
             trainer.save(case["save"])
+            out["saved_keys"] = sorted(FileSystemReader(case["save"]).read_metadata().state_dict_metadata)
             out["children"] = [child.name() for child in psutil.Process().children(recursive=True)]
         if case.get("save_hf"):
             trainer.save_hf(case["save_hf"])
+            out["probe_then"] = trainer.log_probs(list(range(3, 25)))
         out["step"] = trainer.step
         out["master"] = {parameter.dtype for group in trainer._optimizer.param_groups for parameter in group["params"]}
+        out["trained"] = sum(parameter.numel() for group in trainer._optimizer.param_groups for parameter in group["params"])
         out["sums"] = {buffer.grad_dtype for chunk in trainer._model for buffer in chunk.buffers}
         out["weights"] = weights(trainer)
         if case.get("gradients"):

@@ -38,10 +38,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("samples", "length", "tokens"), [(8, 128, []), (8, 256, FULL)], ids=["activations kept", "recomputed"])
-def test_a_trainer_grows_by_what_the_plan_says(model: Path, samples: int, length: int, tokens: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("samples", "length", "rank", "tokens"),
+    [(8, 128, 0, []), (8, 256, 0, FULL), (8, 128, 16, [])],
+    ids=["activations kept", "recomputed", "adapters"],
+)
+def test_a_trainer_grows_by_what_the_plan_says(model: Path, samples: int, length: int, rank: int, tokens: list[str]) -> None:
     env = {**os.environ, "OMP_NUM_THREADS": "2", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-W", "ignore", str(WORKER), str(model), str(samples), str(length), *tokens]
+    command = [sys.executable, "-W", "ignore", str(WORKER), str(model), str(samples), str(length), str(rank), *tokens]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=env, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     measured = json.loads(done.stdout.strip().splitlines()[-1])["grown"]
@@ -52,6 +56,7 @@ def test_a_trainer_grows_by_what_the_plan_says(model: Path, samples: int, length
         data=s.DataConfig(rollout_batch_size=samples, micro_batch_size=samples, num_rollout=1),
         rollout=s.RolloutConfig(rollout_max_context_len=length, rollout_max_response_len=length - 1),
         debug=s.DebugConfig(debug_train_only=True),
+        lora=s.LoraConfig(lora_rank=rank or None),
         megatron=megatron,
     )
     settings = settings_of(config, PlanOptions())

@@ -1,6 +1,6 @@
 """One trainer in a process of its own: how its resident memory grows from before the model to the peak of its steps.
 
-    python worker.py MODEL SAMPLES LENGTH MEGATRON_TOKENS...
+    python worker.py MODEL SAMPLES LENGTH LORA_RANK MEGATRON_TOKENS...     (LORA_RANK 0: all weights are trained)
 
 prints {"grown": bytes} on the last line.
 """
@@ -46,12 +46,13 @@ def batch(number: int, samples: int, length: int) -> TrainBatch:
 
 
 def main() -> None:
-    model, samples, length, tokens = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]
+    model, samples, length, rank, tokens = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5:]
     before = resident("VmRSS")
     config = RunConfig(
         model=s.ModelConfig(hf_checkpoint=model),
         training=s.TrainingConfig(lr=1e-4, train_threads=2),
         data=s.DataConfig(num_rollout=STEPS, rollout_batch_size=samples),
+        lora=s.LoraConfig(lora_rank=rank or None),
         megatron_tokens=tuple(tokens),
     )
     with socket.socket() as free:

@@ -160,9 +160,9 @@ def test_every_setting_of_the_table_can_be_and_not_be(valid):
 
 def test_what_is_not_available_is_named_once_and_without_a_cure_that_is_not_available_either(valid):
     with pytest.raises(ConfigError) as error:
-        check_rules(change(valid, wandb_project="p", lora_alpha=8.0, colocate=True, device="cuda"))
+        check_rules(change(valid, wandb_project="p", colocate=True, device="cuda"))
     problems = error.value.problems
-    assert sorted(problem.split()[0] for problem in problems) == ["--colocate", "--device", "--lora-alpha", "--wandb-project"]
+    assert sorted(problem.split()[0] for problem in problems) == ["--colocate", "--device", "--wandb-project"]
     assert all("is not available yet" in problem for problem in problems)
 
 

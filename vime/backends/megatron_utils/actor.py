@@ -7,7 +7,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,8 @@ from vime.backends.megatron_utils.convert.writer import HFWriter, copy_small_fil
 from vime.backends.megatron_utils.experts import RoutingTape, routing_metrics
 from vime.backends.megatron_utils.frozen import freeze, trained_names
 from vime.backends.megatron_utils.layout import Layout
+from vime.backends.megatron_utils.lora_ops import is_adapter
+from vime.backends.megatron_utils.lora_run import RunAdapters
 from vime.backends.megatron_utils.loss import LossHooks, loss_from_logits, packed_log_probs
 from vime.backends.megatron_utils.loss_policy import with_mean_importance
 from vime.backends.megatron_utils.model import build_model, transformer_config
@@ -78,6 +80,8 @@ class MegatronTrainer:
 
     Raises ConfigError, CheckpointError or ResourceError before any training is done.
     """
+
+    _adapters: RunAdapters | None = None  # with --lora-rank
 
     def __init__(self, config: RunConfig, *, rank: int, world_size: int, master_addr: str, master_port: int) -> None:
         if config.model.hf_checkpoint is None:
@@ -159,7 +163,7 @@ class MegatronTrainer:
                 pairs = zip(plans, values, strict=True)
                 plans = [[p.with_token_values(values=v) for p, v in zip(step, mine, strict=True)] for step, mine in pairs]
         for role in ROLES:
-            if role in self._held:
+            if role in self._held or role in self._base_roles:
                 with self._timed(seconds, f"{role}_log_probs"), self._as_role(role):
                     plans = self._with_log_probs(plans, f"{role}_log_probs")
         algorithm = self._config.algorithm
@@ -241,6 +245,8 @@ class MegatronTrainer:
             writer.add_carried(source, self._shape.carried)
             copy_small_files(source, Path(path))
             writer.close()
+        if self._adapters is not None:
+            self._adapters.save(Path(path))
         dist.barrier()
 
     def save(self, path: str) -> None:
@@ -259,8 +265,11 @@ class MegatronTrainer:
             if self._config.model.ref_update_interval is not None:
                 with self._as_role("ref"):
                     self.save_hf(str(Path(path) / REFERENCE_FOLDER))
+            if self._adapters is not None:
+                self._adapters.save(Path(path))
             with all_moments(self._optimizer):
-                self._saving = start_save(path, self._model, self._optimizer, self._schedule, step=self._step, background=background)
+                parts = (self._model, self._optimizer, self._schedule)
+                self._saving = start_save(path, *parts, step=self._step, background=background, adapters=self._saved_adapters)
 
     def wait_saved(self) -> None:
         """Until this rank's part of the state is written, or could not be. Not collective, and may be called from another thread."""
@@ -282,7 +291,7 @@ class MegatronTrainer:
         With `resume` False take weights and optimizer moments only: schedule, random states and step count begin anew.
         """
         with self._watched(f"load {path}"):
-            self._step, exact = load_state(path, self._model, self._optimizer, self._schedule, resume=resume)
+            self._step, exact = load_state(path, self._model, self._optimizer, self._schedule, resume=resume, adapters=self._saved_adapters)
             if self._config.training.use_stateless_adam:
                 drop_moments(self._optimizer)
             reference = Path(path) / REFERENCE_FOLDER
@@ -309,11 +318,17 @@ class MegatronTrainer:
 
     def _start_weights(self, chunks: Sequence[torch.nn.Module]) -> None:
         """Fill the model that was just built, and hold the other roles' weights."""
+        self._base_roles: set[str] = set()  # those whose weights are the policy's without its adapters
         self._held = self._hold_roles(chunks)
         self._fill(chunks, str(self._config.model.hf_checkpoint))
-        self._sent = SentVersions(self._held)
-        self._weights = HFWeights(chunks, self._ops, self._ranks)
-        self._freeze(chunks)
+        self._weights = HFWeights(parameters_by_name(chunks), self._ops, self._ranks)
+        if self._config.lora.lora_rank is None:
+            self._sent = SentVersions(self._held)
+            self._freeze(chunks)
+        else:
+            self._adapters = RunAdapters(self._config, chunks, self._ops, self._ranks, self._weights)
+            self._model_config.adapter_dropout = self._config.lora.lora_dropout  # type: ignore[attr-defined]  # where `forward_logits` looks
+            self._sent = SentVersions(HeldWeights(chunks, is_adapter))
 
     def _fill(self, chunks: Sequence[torch.nn.Module], folder: str) -> None:
         load_hf_weights(chunks, folder, self._ops, self._shape, ranks=self._ranks)
@@ -336,12 +351,15 @@ class MegatronTrainer:
     def _hold_roles(self, chunks: Sequence[torch.nn.Module]) -> HeldWeights:
         """The weights of the reference and the teacher where a flag asks for their log-probs. The model is left with any of them."""
         algorithm, paths = self._config.algorithm, self._config.model
-        held, folders = HeldWeights(chunks), {}
+        held, folders = HeldWeights(chunks, lambda name: not is_adapter(name)), {}
         if algorithm.use_kl_loss or algorithm.kl_coef != 0:
             folders["ref"] = ("reference", "--ref-load", paths.ref_load)
         if algorithm.use_opd and algorithm.opd_type == "megatron":
             folders["teacher"] = ("teacher", "--opd-teacher-load", paths.opd_teacher_load)
         for role, (name, flag, folder) in folders.items():
+            if self._config.lora.lora_rank is not None and folder in (None, paths.hf_checkpoint) and role == "ref":
+                self._base_roles.add(role)
+                continue
             if folder is None:
                 raise ConfigError(f"the {name}'s log-probs are needed, and {flag} is not given: it names the {name}'s Hugging Face folder.")
             shape = model_shape(folder)
@@ -355,10 +373,19 @@ class MegatronTrainer:
 
     @contextmanager
     def _as_role(self, role: str) -> Iterator[None]:
-        """The model with the weights of `role`."""
+        """The model with the weights of `role`, which has no adapters."""
         self._settle_parameters()
-        with self._held.using(role):
+        with ExitStack() as stack:
+            if self._adapters is not None:
+                stack.enter_context(self._adapters.off())
+            if role in self._held:
+                stack.enter_context(self._held.using(role))
             yield
+
+    @property
+    def _saved_adapters(self) -> dict[str, Any] | None:
+        """What a checkpoint says of the adapters, which then are all that it holds of the model."""
+        return None if self._adapters is None else self._adapters.saved
 
     def _load_loss_hooks(self) -> LossHooks:
         algorithm = self._config.algorithm

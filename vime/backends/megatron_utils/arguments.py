@@ -1,6 +1,6 @@
 """Megatron's arguments: its own parser verbatim, the shape from the Hugging Face config, our flags, the user's tokens.
 
-    python -m vime.backends.megatron_utils.arguments [--hf-checkpoint DIR] [--world-size N] [--planned] [--] TOKENS...
+    python -m vime.backends.megatron_utils.arguments [--hf-checkpoint DIR] [--world-size N] [--lora JSON] [--planned] [--] TOKENS...
 
 checks tokens for the driver, which must not import Megatron. The last line of stdout is one JSON object: plain resolved
 values, and where those that are no default of Megatron's come from. With problems the exit code is 2, and they stand on
@@ -34,10 +34,12 @@ from vime.backends.megatron_utils.convert.transfer import check_hf_weights
 from vime.backends.megatron_utils.flags import BOUNDS, CURES, HONOURED, NOT_YET_PREFIXES, OF_EXPERTS, VALUES
 from vime.backends.megatron_utils.layer_probe import has_transformer_engine
 from vime.backends.megatron_utils.layout import Layout
+from vime.backends.megatron_utils.lora_peft import adapter_problems
 from vime.config.fields import flag_specs
 from vime.config.options import Option, describe, parse_all, store_options
 from vime.config.owners import OWNERS
 from vime.config.run import SECTIONS, RunConfig
+from vime.config.sections import LoraConfig
 from vime.errors import ConfigError, VimeError
 
 __all__ = ["build_parser", "check_tokens", "main", "resolve", "shape_arguments"]
@@ -222,9 +224,14 @@ class Checked:
 
 
 def check_tokens(
-    tokens: Sequence[str], *, hf_checkpoint: str | None = None, world_size: int | None = None, planned: bool = False
+    tokens: Sequence[str],
+    *,
+    hf_checkpoint: str | None = None,
+    world_size: int | None = None,
+    lora: LoraConfig | None = None,
+    planned: bool = False,
 ) -> Checked:
-    """Check the user's tokens without building anything. Without a folder only the tokens themselves are checked."""
+    """Check the user's tokens, and adapters, without building anything. Without a folder only the tokens themselves are checked."""
     parser = build_parser()
     explicit, args, problems = parse_explicit(parser, tokens)
     problems += honour_problems(parser, explicit, planned=planned)
@@ -232,7 +239,9 @@ def check_tokens(
     if hf_checkpoint is not None:
         try:
             shape = model_shape(hf_checkpoint)
-            check_hf_weights(hf_checkpoint, model_ops(shape, shape.vocab_size), shape)
+            ops = model_ops(shape, shape.vocab_size)
+            check_hf_weights(hf_checkpoint, ops, shape)
+            problems += adapter_problems(lora, ops) if lora is not None else []
             implied = _with_shape(parser, explicit, args, shape, problems)
         except ConfigError as error:
             problems += error.problems
@@ -273,6 +282,7 @@ def main(argv: Sequence[str]) -> int:
     options = argparse.ArgumentParser(prog="vime.backends.megatron_utils.arguments", allow_abbrev=False)
     options.add_argument("--hf-checkpoint")
     options.add_argument("--world-size", type=int)
+    options.add_argument("--lora", type=json.loads)
     options.add_argument("--planned", action="store_true")
     ours, tokens = (list(argv[: argv.index("--")]), list(argv[argv.index("--") + 1 :])) if "--" in argv else ([], list(argv))
     given = options.parse_args(ours)
@@ -284,7 +294,9 @@ def main(argv: Sequence[str]) -> int:
             store_options("megatron", OWNERS["megatron"].key(), found)
             answer = {"options": [asdict(option) for option in found]}
         else:
-            checked = check_tokens(tokens, hf_checkpoint=given.hf_checkpoint, world_size=given.world_size, planned=given.planned)
+            lora = None if given.lora is None else LoraConfig(**given.lora)
+            where = {"hf_checkpoint": given.hf_checkpoint, "world_size": given.world_size}
+            checked = check_tokens(tokens, **where, lora=lora, planned=given.planned)
             answer, problems = {"values": checked.values, "origins": checked.origins}, checked.problems
     for problem in problems:
         print(" ".join(problem.split()), file=sys.stderr)

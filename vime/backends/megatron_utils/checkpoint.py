@@ -18,6 +18,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.distributed.checkpoint import CheckpointException
 
+from vime.backends.megatron_utils.lora_ops import is_adapter
 from vime.backends.megatron_utils.state_writer import Planned, StateWriter
 from vime.errors import CheckpointError, ConfigError
 
@@ -39,11 +40,12 @@ def _metadata() -> dict[str, Any]:
     }
 
 
-def _sharded(chunks: Chunks, optimizer: MegatronOptimizer, *, loading: bool) -> dict[str, Any]:
+def _sharded(chunks: Chunks, optimizer: MegatronOptimizer, *, loading: bool, adapters: bool) -> dict[str, Any]:
     state: dict[str, Any] = {}
     for number, chunk in enumerate(chunks):
         values = chunk.module.sharded_state_dict(metadata=_metadata())
-        state[_name(chunks, number)] = {name: value for name, value in values.items() if "_extra_state" not in name}
+        kept = {name: value for name, value in values.items() if "_extra_state" not in name and (is_adapter(name) or not adapters)}
+        state[_name(chunks, number)] = kept
     of_model = state if len(chunks) > 1 else state["model"]
     return state | {"optimizer": optimizer.sharded_state_dict(of_model, is_loading=loading, metadata=_metadata())}
 
@@ -87,11 +89,19 @@ def _set_generators(states: dict[str, Any]) -> None:
 
 
 def start_save(
-    path: str, chunks: Chunks, optimizer: MegatronOptimizer, schedule: OptimizerParamScheduler, *, step: int, background: bool = False
+    path: str,
+    chunks: Chunks,
+    optimizer: MegatronOptimizer,
+    schedule: OptimizerParamScheduler,
+    *,
+    step: int,
+    background: bool = False,
+    adapters: dict[str, Any] | None = None,
 ) -> StateWriter:
     """Begin to write the whole training state into the folder `path`, as it is now; `finish` of what is returned ends it. Collective.
 
     The folder is complete once `metadata.json` is there. With `background` a thread writes copies; else the writing is done on return.
+    With `adapters`, what they are, only they are written, and not the model that they stand on.
     """
     if dist.get_rank() == 0:
         Path(path).mkdir(parents=True, exist_ok=True)
@@ -99,8 +109,8 @@ def start_save(
     generators: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(generators, _generators())
     _start_moments(optimizer)
-    state = _sharded(chunks, optimizer, loading=False)
-    state |= {"step": step, "schedule": schedule.state_dict(), "generators": generators, "layout": layout()}
+    state = _sharded(chunks, optimizer, loading=False, adapters=adapters is not None)
+    state |= {"step": step, "schedule": schedule.state_dict(), "generators": generators, "layout": layout(), "adapters": adapters}
     filesystem_async._results_queue = queue.Queue()  # nothing goes into it: without one Megatron starts a process to hold it
     request = dist_checkpointing.save(state, path, sharded_strategy=Planned(), async_sharded_save=True, async_strategy="mcore")
     assert request is not None
@@ -115,7 +125,13 @@ def _start_moments(optimizer: MegatronOptimizer) -> None:
 
 
 def load_state(
-    path: str, chunks: Chunks, optimizer: MegatronOptimizer, schedule: OptimizerParamScheduler, *, resume: bool = True
+    path: str,
+    chunks: Chunks,
+    optimizer: MegatronOptimizer,
+    schedule: OptimizerParamScheduler,
+    *,
+    resume: bool = True,
+    adapters: dict[str, Any] | None = None,
 ) -> tuple[int, bool]:
     """Load what `start_save` wrote. Collective. Returns (optimizer steps done, whether the random states are those asked for).
 
@@ -123,22 +139,25 @@ def load_state(
     warm-up and length of the schedule are this command line's (a longer --num-rollout stretches the decay), unless
     --use-checkpoint-opt-param-scheduler asks for the saved ones. Random states are bound to a layout: at another one they stay
     as the seed made them. Without `resume` only weights and optimizer moments are taken; the rest is as at the start of a run. So
-    it is, and without moments, when the folder holds weights alone.
+    it is, and without moments, when the folder holds weights alone. `adapters` is what this run's adapters are, None without.
 
-    Raises CheckpointError for a folder that is missing or torn, ConfigError when the flags make other parameter groups.
+    Raises CheckpointError for a folder that is missing or torn, ConfigError when the flags make other parameter groups or adapters.
     """
     if not (Path(path) / COMPLETE).is_file():
         raise CheckpointError(f"{path} is no complete trainer state: {COMPLETE}, which is written last, is missing.")
     try:
-        weights_only = "step" not in dist_checkpointing.load_common_state_dict(path)  # `vime convert`, or Megatron's own trainer, wrote it
-        wanted = _sharded(chunks, optimizer, loading=True)
+        common = dist_checkpointing.load_common_state_dict(path)
+    except (Exception, CheckpointException) as error:
+        raise _unreadable(path, error) from error
+    _check_adapters(path, common.get("adapters"), adapters)
+    try:
+        weights_only = "step" not in common  # `vime convert`, or Megatron's own trainer, wrote it
+        wanted = _sharded(chunks, optimizer, loading=True, adapters=adapters is not None)
         if weights_only:
             del wanted["optimizer"]
         state = dist_checkpointing.load(wanted, path)
     except (Exception, CheckpointException) as error:
-        raise CheckpointError(
-            f"{path} cannot be loaded ({type(error).__name__}: {str(error)[:500]}). It is torn, or of a model of another shape."
-        ) from error
+        raise _unreadable(path, error) from error
     for number, chunk in enumerate(chunks):
         chunk.module.load_state_dict(state[_name(chunks, number)], strict=False)
     if weights_only:
@@ -158,6 +177,30 @@ def load_state(
     if same:
         _set_generators(state["generators"][dist.get_rank()])
     return int(state["step"]), same
+
+
+def _unreadable(path: str, error: BaseException) -> CheckpointError:
+    return CheckpointError(
+        f"{path} cannot be loaded ({type(error).__name__}: {str(error)[:500]}). It is torn, or of a model of another shape."
+    )
+
+
+def _check_adapters(path: str, saved: dict[str, Any] | None, ours: dict[str, Any] | None) -> None:
+    """Raise ConfigError unless the checkpoint holds adapters like ours, on the same base model; or none, as we have none."""
+    if saved is None and ours is None:
+        return
+    if ours is None:
+        raise ConfigError(f"{path} holds adapters of rank {saved['rank']} and no model: give --lora-rank {saved['rank']}.")  # type: ignore[index]
+    if saved is None:
+        raise ConfigError(
+            f"{path} holds a model without adapters: leave --lora-rank out, or make a Hugging Face folder of it, for --hf-checkpoint."
+        )
+    flags = {"rank": "--lora-rank", "alpha": "--lora-alpha", "targets": "--lora-target-modules"}
+    other = [f"{flag} {ours[name]} is {saved[name]} there" for name, flag in flags.items() if ours[name] != saved[name]]
+    if ours["base"] != saved["base"]:
+        other.append("--hf-checkpoint holds other weights than those that they were trained on")
+    if other:
+        raise ConfigError(f"{path} holds other adapters: {'; '.join(other)}.")
 
 
 def _saved_groups(state: dict[Any, Any]) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from vime.backends.megatron_utils.rollout_data import Plans
 from vime.backends.megatron_utils.step import forward_each
 from vime.backends.megatron_utils.value_head import put_value_head
 from vime.config.run import RunConfig
-from vime.config.sections import AlgorithmConfig
+from vime.config.sections import AlgorithmConfig, LoraConfig
 from vime.packing.pack import PackedBatch
 from vime.types import TrainBatch
 
@@ -48,6 +48,7 @@ def critic_config(config: RunConfig) -> RunConfig:
             loss_aggregation=policy.loss_aggregation,
             calculate_per_token_loss=policy.calculate_per_token_loss,
         ),
+        lora=LoraConfig(),  # adapters are the policy's: the critic trains all its weights
         megatron_tokens=tuple(own),
     )
 

@@ -162,7 +162,8 @@ def forward_logits(
         padding = shard.at == packed.num_tokens
         out = _run(model, shard.tokens, shard.position_ids, shard_params(shard, thd=thd), rows, padding)
         return out, shard.at if rows is None else shard.at[rows]
-    drops = model.training and (config.hidden_dropout > 0 or config.attention_dropout > 0)  # samples share no dropped unit
+    dropped = (config.hidden_dropout, config.attention_dropout, getattr(config, "adapter_dropout", 0.0))
+    drops = model.training and max(dropped) > 0  # samples share no dropped unit
     routes = config.num_moe_experts is not None  # the router's statistics are of all tokens
     routes |= config.experimental_attention_variant is not None  # and a linear attention's state runs through each sequence by itself
     if wanted is None or drops or routes or config.sequence_parallel or packed.tokens.device.type != "cpu":

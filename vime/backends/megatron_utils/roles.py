@@ -18,10 +18,10 @@ __all__ = ["HeldWeights", "SentVersions"]
 
 
 class HeldWeights:
-    """Sets of weights by role, for the model whose chunks are `modules`."""
+    """Sets of weights by role, for the model whose chunks are `modules`: of all its parameters, or of those whose name `chosen` takes."""
 
-    def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
-        self._modules = list(modules)
+    def __init__(self, modules: Sequence[torch.nn.Module], chosen: Callable[[str], bool] = lambda name: True) -> None:
+        self._modules, self._chosen = list(modules), chosen
         self._held: dict[str, list[torch.Tensor]] = {}
 
     def __contains__(self, role: str) -> bool:
@@ -55,8 +55,8 @@ class HeldWeights:
     def _tensors(self) -> Iterator[torch.Tensor]:
         """Parameters, and the buffers that training changes (a router's expert bias)."""
         for module in self._modules:
-            yield from module.parameters()
-            yield from module.buffers()
+            yield from (parameter for name, parameter in module.named_parameters() if self._chosen(name))
+            yield from (buffer for name, buffer in module.named_buffers() if self._chosen(name))
 
 
 def _host(tensor: torch.Tensor) -> torch.Tensor:

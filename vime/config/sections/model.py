@@ -8,7 +8,6 @@ from vime.config.fields import opt
 
 __all__ = ["CheckpointConfig", "LoraConfig", "ModelConfig", "WeightUpdateConfig"]
 
-WHOLE = "all weights are trained. Leave it out."
 SYNC = "each sync sends all weights through shared memory on one host. Leave it out."
 IN_TURN = "weights are synced after each rollout step, while no request is in flight. Leave it out."
 
@@ -18,7 +17,12 @@ class ModelConfig:
     """Which model is trained, and which frozen ones stand beside it."""
 
     hf_checkpoint: str | None = opt(None, "Hugging Face model folder: configuration, tokenizer and start weights.", type=str, path="folder")
-    ref_load: str | None = opt(None, "Hugging Face folder of the frozen reference model (needed by KL terms).", type=str, path="folder")
+    ref_load: str | None = opt(
+        None,
+        "Hugging Face folder of the frozen reference model (needed by KL terms); with --lora-rank the default is the model itself.",
+        type=str,
+        path="folder",
+    )
     ref_update_interval: int | None = opt(
         None,
         "Copy the policy to the reference every N rollout steps.",
@@ -47,15 +51,20 @@ class ModelConfig:
 class LoraConfig:
     """Training adapters instead of all weights."""
 
-    lora_rank: int | None = opt(None, "Rank of the adapters; given, only adapters are trained.", type=int, ge=1, not_yet=WHOLE)
-    lora_alpha: float | None = opt(None, "Scale of the adapters, times 1 / rank; default: twice the rank.", type=float, gt=0, not_yet=WHOLE)
-    lora_dropout: float = opt(0.0, "Share of an adapter's inputs dropped in training.", ge=0, le=1, not_yet=WHOLE)
-    lora_target_modules: list[str] = opt(
-        [], "Hugging Face names of the layers with adapters; default: all linear layers.", many=True, type=str, not_yet=WHOLE
+    lora_rank: int | None = opt(None, "Rank of the adapters; given, only adapters are trained.", type=int, ge=1)
+    lora_alpha: float | None = opt(
+        None, "Scale of the adapters, times 1 / rank; default: twice the rank, or what --lora-load says.", type=float, gt=0
     )
-    lora_load: str | None = opt(None, "PEFT folder that the adapters start from.", type=str, path="folder", not_yet=WHOLE)
+    lora_dropout: float = opt(0.0, "Share of an adapter's inputs dropped in training.", ge=0, le=0.95)
+    lora_target_modules: list[str] = opt(
+        [], "Hugging Face names of the layers with adapters; default: all linear layers, or those of --lora-load.", many=True, type=str
+    )
+    lora_load: str | None = opt(None, "PEFT folder that the adapters start from.", type=str, path="folder")
     lora_sync: str = opt(
-        "merged", "How engines get them: merged into the weights, or as adapters.", choices=("merged", "adapter"), not_yet=WHOLE
+        "merged",
+        "How engines get them: merged into the weights, or as adapters.",
+        choices=("merged", "adapter"),
+        not_yet="they are merged into the weights that are sent. Leave it out.",
     )
 
 

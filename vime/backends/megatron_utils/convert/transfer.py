@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,9 +81,8 @@ def check_hf_weights(folder: str | Path, ops: Sequence[Op], shape: ModelShape) -
                 source.check(name, size)
 
 
-def _own_parameters(chunks: Chunks, ops: Sequence[Op]) -> list[list[torch.Tensor]]:
+def _own_parameters(parameters: Mapping[str, torch.Tensor], ops: Sequence[Op]) -> list[list[torch.Tensor]]:
     """For each op the parameters that it fills here: none where another rank holds it, two where a stage ties a copy of the embedding."""
-    parameters = parameters_by_name(chunks)
     known = {op.megatron for op in ops}
     tied = "output_layer.weight" in parameters and "output_layer.weight" not in known
     unknown = sorted(set(parameters) - known - ({"output_layer.weight"} if tied else set()))
@@ -102,7 +101,7 @@ def load_hf_weights(chunks: Chunks, folder: str | Path, ops: Sequence[Op], shape
 
     Raises CheckpointError for a torn folder, and for weights that do not fill the model exactly.
     """
-    own = _own_parameters(chunks, ops)
+    own = _own_parameters(parameters_by_name(chunks), ops)
     check_hf_weights(folder, ops, shape)
     with HFFolder(folder) as source:
         for op, parameters in zip(ops, own, strict=True):
@@ -118,12 +117,14 @@ class HFWeights:
     Which rank holds what is settled once, here; the values are read anew each time.
     """
 
-    def __init__(self, chunks: Chunks, ops: Sequence[Op], ranks: Ranks) -> None:
+    def __init__(self, parameters: Mapping[str, torch.Tensor], ops: Sequence[Op], ranks: Ranks) -> None:
+        """`parameters` are those of this rank that `ops` name (`parameters_by_name`)."""
         self._ops, self._ranks = ops, ranks
-        self._own = [parameters[0] if parameters else None for parameters in _own_parameters(chunks, ops)]
+        self._own = [found[0] if found else None for found in _own_parameters(parameters, ops)]
         alone = not dist.is_initialized() or dist.get_world_size() == 1
         self._rank = 0 if alone else dist.get_rank()
         self._device = next(p.device for p in self._own if p is not None)
+        self.change: Callable[[str, torch.Tensor], torch.Tensor] = lambda _, own: own  # (Megatron's name, this rank's part) -> what is sent
         row = [ranks.tensor, ranks.expert_tensor, *(0 if p is None else DTYPES.index(p.dtype) + 1 for p in self._own)]
         mine = torch.tensor(row, dtype=torch.int32, device=self._device)
         rows = [mine]
@@ -169,13 +170,14 @@ class HFWeights:
         for shard in range(size):
             holders = held & (self._table[:, int(op.is_expert)] == shard) if op.is_sharded else held
             source = int(holders.nonzero()[0])
-            own = self._own[number]
             if source == self._rank:
+                own = self._own[number]
                 assert own is not None
+                sent = self.change(op.megatron, own.detach())
                 if self._rank == 0:
-                    shards.append(own.detach().clone())
+                    shards.append(sent.clone() if sent.data_ptr() == own.data_ptr() else sent)
                 else:
-                    dist.send(own.detach().contiguous(), 0)
+                    dist.send(sent.contiguous(), 0)
             elif self._rank == 0:
                 buffer = torch.empty(self._shape(op, size), dtype=self._dtype(number), device=self._device)
                 dist.recv(buffer, source)

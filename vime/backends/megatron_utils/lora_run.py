@@ -1,0 +1,55 @@
+"""A run's adapters: built from the flags, kept in checkpoints without the base model, exported for PEFT and the engines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from vime.backends.megatron_utils.convert.ops import Op
+from vime.backends.megatron_utils.convert.transfer import HFWeights, Ranks
+from vime.backends.megatron_utils.lora import attach_adapters
+from vime.backends.megatron_utils.lora_peft import ADAPTER_FOLDER, PeftFolder, adapter_settings, base_digest, write_peft
+from vime.config.run import RunConfig
+
+__all__ = ["RunAdapters"]
+
+BUCKET_BYTES = 64 * 1024**2
+
+
+class RunAdapters:
+    """The adapters of a model that was just built and filled with the weights of --hf-checkpoint, which stay frozen. Collective."""
+
+    def __init__(
+        self, config: RunConfig, chunks: Sequence[torch.nn.Module], ops: Sequence[Op], ranks: Ranks, base_weights: HFWeights
+    ) -> None:
+        lora, folder = config.lora, str(config.model.hf_checkpoint)
+        self._base = folder
+        settings = adapter_settings(lora, ops)
+        self._adapters = attach_adapters(chunks, ops, settings, ranks, seed=config.training.seed)
+        if lora.lora_load is not None:
+            source = PeftFolder(lora.lora_load)
+            source.check(self._adapters.found)
+            self._adapters.fill(source.tensor, ranks)
+        self._weights = self._adapters.weights(ranks)
+        base_weights.change = self._adapters.merged
+        self.saved: dict[str, Any] = settings.as_saved(base_digest(folder))  # what a checkpoint says of them
+
+    def off(self) -> AbstractContextManager[None]:
+        """Inside, the model is the base model."""
+        return self._adapters.off()
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All factors under PEFT's names without its prefix, on rank 0; empty elsewhere. Collective."""
+        return {name: tensor for bucket in self._weights.buckets(BUCKET_BYTES) for name, tensor in bucket}
+
+    def save(self, folder: Path) -> None:
+        """Write `folder`/adapter, which PEFT loads. Collective."""
+        tensors = self.tensors()
+        if dist.get_rank() == 0:
+            mine, base = self._adapters, str(Path(self._base).absolute())
+            write_peft(folder / ADAPTER_FOLDER, mine.settings, mine.found, tensors, base=base)
