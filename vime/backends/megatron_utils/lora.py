@@ -64,8 +64,8 @@ class Adapter(torch.nn.Module):
         for factor in (self.a, self.b):
             factor.allreduce = getattr(weight, "allreduce", True)  # type: ignore[attr-defined]
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, ..., in of this rank] -> [T', ..., out of this rank]; T' as of the layer's own output."""
+    def forward(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """`out`, the layer's own output for x [T, ..., in of this rank], with the adapter's added, in one pass over memory."""
         if self._dropout and self.training:
             with self._generator():
                 x = dropout(x, self._dropout)
@@ -75,11 +75,11 @@ class Adapter(torch.nn.Module):
         inner = linear(x, a) * self._scale
         if not self._explicit:
             inner = self._exchanged(inner)
-        return linear(inner, b)
+        return torch.addmm(out.flatten(0, -2), inner.flatten(0, -2), b.t()).view(out.shape)
 
     def add(self, layer: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any] | None:
         """A forward hook of the layer."""
-        return (output[0] + self(inputs[0]), output[1]) if self.enabled else None
+        return (self(inputs[0], output[0]), output[1]) if self.enabled else None
 
     @torch.no_grad()
     def merged(self, weight: torch.Tensor) -> torch.Tensor:
