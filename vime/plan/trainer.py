@@ -201,7 +201,7 @@ def _train_items(s: Settings, stage: int, role: str) -> list[Item]:
     size = s.param_bytes
     items = [_item("activations", int(tokens * size * kept * in_flight(s, stage)), role)]
     if s.stateless_adam:
-        items.append(_item("moments of this step", ADAM_BYTES * _own_share(s, stage_weights(s, stage, role)), role))
+        items.append(_item("moments of this step", ADAM_BYTES * _own_share(s, trained_weights(s, stage, role)), role))
     if again:
         items.append(_item("recomputed layer", int(tokens * size * again), role))
     last = stage == s.pipeline - 1
