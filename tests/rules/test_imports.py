@@ -15,7 +15,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("vime.config",),
     ("vime.observability", "vime.hooks", "vime.plan", "vime.utils.http_utils"),
     ("vime.data", "vime.rollout.rm_hub", "vime.rollout.filter_hub", "vime.algorithms"),
-    ("vime.packing",),
+    ("vime.packing", "vime.capsule"),
     ("vime.rollout", "vime.agent", "vime.backends"),
     ("vime.checkpoint",),
     ("vime.ray",),

@@ -73,7 +73,7 @@ _TRAINER = _names(
     "async_save recompute_loss_function enable_mtp_training custom_megatron_init_path "
     "custom_megatron_before_train_step_hook_path custom_model_provider_path rollout_data_postprocess_path save_hf lora_rank keep_old_actor "
     "loss_type custom_loss_function_path calculate_per_token_loss loss_aggregation kl_loss_coef kl_loss_type save_debug_train_data "
-    "profile_target memory_snapshot_dir memory_snapshot_num_steps"
+    "capsule_steps capsule_dir capsule_state profile_target memory_snapshot_dir memory_snapshot_num_steps"
 )
 
 
@@ -193,6 +193,11 @@ _UNUSED = (
         fields=_names("load_debug_rollout_data_subsample"),
         when=lambda c: c.debug.load_debug_rollout_data is None,
         why="without --load-debug-rollout-data: leave it out, or add that.",
+    ),
+    _Unused(
+        fields=_names("capsule_dir capsule_state"),
+        when=lambda c: not c.debug.capsule_steps,
+        why="without --capsule-steps, the steps to record: leave it out, or add that.",
     ),
     _Unused(
         fields=_names("save_debug_rollout_data save_debug_train_data"),

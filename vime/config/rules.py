@@ -166,11 +166,16 @@ def _files(config: RunConfig) -> Iterator[str]:
         ("--save-hf", save.save_hf),
         ("--save-debug-rollout-data", debug.save_debug_rollout_data),
         ("--load-debug-rollout-data", debug.load_debug_rollout_data),
+        ("--save-debug-train-data", debug.save_debug_train_data),
     ):
         if template is not None and (problem := _template_problem(template)):
             yield f"{flag} '{template}': {problem}"
-    if debug.save_debug_rollout_data is not None and "{rollout_id}" not in debug.save_debug_rollout_data:
-        yield f"--save-debug-rollout-data '{debug.save_debug_rollout_data}' names one file for all steps: put {{rollout_id}} into it."
+    for flag, template in (
+        ("--save-debug-rollout-data", debug.save_debug_rollout_data),
+        ("--save-debug-train-data", debug.save_debug_train_data),
+    ):
+        if template is not None and "{rollout_id}" not in template:
+            yield f"{flag} '{template}' names one file for all steps: put {{rollout_id}} into it."
     if debug.load_debug_rollout_data is not None and (debug.save_debug_rollout_data or debug.debug_rollout_only or debug.debug_train_only):
         yield (
             "--load-debug-rollout-data excludes --save-debug-rollout-data, --debug-rollout-only and --debug-train-only: it takes samples "
@@ -197,6 +202,16 @@ def _files(config: RunConfig) -> Iterator[str]:
             yield f"prompt file '{name}' is empty. It needs one JSON object per line."
 
 
+def _capsules(config: RunConfig) -> Iterator[str]:
+    steps, last = config.debug.capsule_steps, config.data.num_rollout
+    if steps and config.capsule_folder is None:
+        yield "--capsule-steps needs a place for the capsules: add --save, or --capsule-dir."
+    if last is not None and (never := [step for step in steps if step >= last]):
+        yield f"--capsule-steps {never[0]} is never reached with --num-rollout {last}: steps are counted from 0."
+    if steps and config.model.keep_old_actor:
+        yield "--capsule-steps and --keep-old-actor exclude each other: a capsule holds the weights that are trained, not those before."
+
+
 def _template_problem(template: str) -> str | None:
     """What keeps `template` from being filled in with a rollout_id."""
     try:
@@ -209,4 +224,4 @@ def _template_problem(template: str) -> str | None:
     return "only {rollout_id} can be filled in."
 
 
-_RULES = (_placement, _adapters, _batches, algorithm_rules, megatron_rules, _rollout, _determinism, _evaluation, _files)
+_RULES = (_placement, _adapters, _batches, algorithm_rules, megatron_rules, _rollout, _determinism, _evaluation, _files, _capsules)

@@ -72,12 +72,32 @@ class RunConfig:
         return self.data if budget is None else replace(self.data, max_tokens_per_gpu=budget * ranks)
 
     @property
+    def rollout_dump(self) -> str | None:
+        """File of each step's samples, with {rollout_id}; None when none is asked for."""
+        return _inside(self.debug.dump_details, "rollout_data/{rollout_id}.jsonl") or self.debug.save_debug_rollout_data
+
+    @property
+    def train_dump(self) -> str | None:
+        """File of each step's training data and results, with {rollout_id}; None when none is asked for."""
+        return _inside(self.debug.dump_details, "train_data/{rollout_id}.pt") or self.debug.save_debug_train_data
+
+    @property
+    def capsule_folder(self) -> str | None:
+        """Where step capsules go; None when there is no place for them."""
+        return self.debug.capsule_dir or (None if self.checkpoint.save is None else f"{self.checkpoint.save}/capsules")
+
+    @property
     def num_engines(self) -> int:
         """vLLM engines that the run starts itself."""
         if self.debug.debug_train_only:
             return 0
         total = self.cluster.rollout_num_gpus
         return 1 if total is None else total // self.cluster.rollout_num_gpus_per_engine
+
+
+def _inside(folder: str | None, template: str) -> str | None:
+    """A file's template in a folder whose name is taken as it is."""
+    return None if folder is None else folder.replace("{", "{{").replace("}", "}}") + "/" + template
 
 
 SECTIONS: dict[str, type] = {

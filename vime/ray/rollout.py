@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,14 @@ from vime.backends.vllm_utils.handshake import check_workers, shake_hands
 from vime.backends.vllm_utils.router import ExternalRouter, RouterServer
 from vime.config import RunConfig
 from vime.errors import EngineError, HookError
-from vime.hooks import hook_errors, load_hook, user_errors
-from vime.packing.build import build_train_batches, packing_metrics
+from vime.hooks import load_hook, user_errors
+from vime.packing.build import packing_metrics
 from vime.ray.engine_group import EngineGroup
 from vime.ray.process import WatchedActor, watched_actor
 from vime.ray.supervisor import Supervisor
 from vime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
-from vime.rollout.recorded import save_groups
+from vime.rollout.batches import flat_samples, train_batches
+from vime.rollout.recorded import record_samples, save_groups
 from vime.rollout.tracking import TrackedSource
 from vime.utils.types import Sample
 
@@ -71,8 +72,6 @@ class RolloutManager(WatchedActor):
         self._rollout = load_hook(config.rollout.rollout_function_path, "rollout_function_path")
         path = config.eval.eval_function_path
         self._eval = load_hook(path, "eval_function_path") if path else self._rollout
-        path = config.reward.custom_reward_post_process_path
-        self._post_process = load_hook(path, "custom_reward_post_process_path") if path else None
         return num_prompts
 
     def connect(self, endpoints: list[Any]) -> None:
@@ -120,19 +119,9 @@ class RolloutManager(WatchedActor):
             output = self._rollout(self._args, rollout_id, self._source, evaluation=False)
             if not isinstance(output, RolloutFnTrainOutput):
                 output = RolloutFnTrainOutput(samples=output)
-            samples = list(_flatten(output.samples))
-        if config.debug.save_debug_rollout_data is not None:
-            save_groups(config.debug.save_debug_rollout_data, rollout_id, output.samples)
-        batches = build_train_batches(
-            samples,
-            rollout_id=rollout_id,
-            data=config.packed_data,
-            algorithm=config.algorithm,
-            reward=config.reward,
-            dp_size=config.data_parallel_size,
-            args=self._args,
-            processed_rewards=self._processed_rewards(samples),
-        )
+            samples = list(flat_samples(output.samples))
+        self._write_down(rollout_id, output.samples)
+        batches = train_batches(config, self._args, samples, rollout_id)
         self._source.trained(samples, rollout_id)
         return Generated(
             refs=[ray.put(batch) for batch in batches],
@@ -146,13 +135,12 @@ class RolloutManager(WatchedActor):
             with self._routing:
                 check_workers(self._engine_urls, self._router)
 
-    def _processed_rewards(self, samples: list[Sample]) -> Any:
-        """(raw, rewards) of the user's function; None when there is none and groups are normalised."""
-        if self._post_process is None:
-            return None
-        path = self._config.reward.custom_reward_post_process_path
-        with hook_errors("--custom-reward-post-process-path", str(path), self._post_process):
-            return self._post_process(self._args, samples)
+    def _write_down(self, rollout_id: int, groups: Sequence[Any]) -> None:
+        """What --save-debug-rollout-data, --dump-details and --capsule-steps ask for."""
+        if self._config.rollout_dump is not None:
+            save_groups(self._config.rollout_dump, rollout_id, groups)
+        if rollout_id in self._config.debug.capsule_steps:
+            record_samples(self._config, rollout_id, groups)
 
     def evaluate(self, rollout_id: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Metrics and a few readable samples of the held-out files."""
@@ -187,20 +175,6 @@ class RolloutManager(WatchedActor):
             self._source.close()
         if self._router is not None:
             self._router.stop()
-
-
-def _flatten(groups: Iterable[Any]) -> Iterable[Sample]:
-    """Samples of nested groups and fan-outs, in order."""
-    for item in groups:
-        if isinstance(item, Sample):
-            yield item
-        elif isinstance(item, list | tuple):
-            yield from _flatten(item)
-        else:
-            raise HookError(
-                f"the rollout function returned a {type(item).__name__} among its samples; right: lists of vime.utils.types.Sample, one "
-                "list a group (or a RolloutFnTrainOutput with them)."
-            )
 
 
 def _readable(sample: Sample) -> dict[str, Any]:

@@ -153,6 +153,7 @@ def test_every_setting_of_the_table_can_be_and_not_be(valid):
         change(valid, use_tis=True, tis_mode="clip", use_rs=True, calculate_per_token_loss=True, custom_advantage_function_path="a.b"),
         change(valid, loss_type="custom_loss", custom_loss_function_path="a.b", use_stateless_adam=True),
         change(valid, update_weight_transport="disk", update_weight_mode="delta", load_debug_rollout_data="x", dump_details="x"),
+        change(valid, capsule_steps=[0]),
     ]
     for entry in _UNUSED:
         assert {entry.when(run) for run in runs} == {True, False}, entry

@@ -1,10 +1,12 @@
 """Rules between flags: each broken rule is one sentence that names the flags and the cure."""
 
 import dataclasses
+import re
 
 import pytest
 
 from tests.unit.config.configs import change, valid_config
+from vime.config import RunConfig
 from vime.config.rules import check_rules
 from vime.errors import ConfigError
 
@@ -109,3 +111,24 @@ def test_engine_flags_that_undo_determinism_are_refused(valid, token):
 
 def test_engine_flags_that_agree_with_determinism_are_taken(valid):
     check_rules(dataclasses.replace(change(valid, vllm_enable_deterministic_inference=True), vllm_tokens=("--no-enable-prefix-caching",)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"capsule_steps": [1]}, "--capsule-steps needs a place"),
+        ({"capsule_steps": [1, 2], "save": "run", "num_rollout": 2}, "--capsule-steps 2 is never reached with --num-rollout 2"),
+        ({"save_debug_train_data": "a.pt"}, "--save-debug-train-data 'a.pt' names one file for all steps"),
+        ({"save_debug_train_data": "{step}"}, "only {rollout_id} can be filled in"),
+    ],
+)
+def test_records_need_a_place_of_their_own(tmp_path, changes, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        check_rules(change(valid_config(tmp_path), **changes))
+
+
+def test_details_go_into_one_folder_whose_braces_are_its_own():
+    config = change(RunConfig(), dump_details="a{b}")
+    assert config.rollout_dump.format(rollout_id=3) == "a{b}/rollout_data/3.jsonl"
+    assert config.train_dump.format(rollout_id=3) == "a{b}/train_data/3.pt"
+    assert RunConfig().train_dump is None

@@ -58,5 +58,5 @@ def test_a_file_that_is_no_whole_recording_is_refused(template: str, text: str) 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ResourceError, match=r"--save-debug-rollout-data .*file/0 cannot be written"):
+    with pytest.raises(ResourceError, match=r"cannot be written to .*file/0 .*--save-debug-rollout-data"):
         save_groups(str(tmp_path / "file" / "{rollout_id}"), 0, groups())

@@ -30,8 +30,8 @@ from vime.backends.megatron_utils.frozen import freeze, trained_names
 from vime.backends.megatron_utils.layout import Layout
 from vime.backends.megatron_utils.lora_ops import is_adapter
 from vime.backends.megatron_utils.lora_run import RunAdapters
-from vime.backends.megatron_utils.loss import LossHooks, loss_from_logits, packed_log_probs
-from vime.backends.megatron_utils.loss_policy import with_mean_importance
+from vime.backends.megatron_utils.loss import loss_from_logits, packed_log_probs
+from vime.backends.megatron_utils.loss_policy import needs_old_log_probs, with_mean_importance
 from vime.backends.megatron_utils.model import build_model, transformer_config
 from vime.backends.megatron_utils.optimizer import (
     all_moments,
@@ -41,13 +41,14 @@ from vime.backends.megatron_utils.optimizer import (
     drop_moments,
     wrap_data_parallel,
 )
+from vime.backends.megatron_utils.record import RecordedTrainer, StepObserver, StepRecord
 from vime.backends.megatron_utils.roles import HeldWeights, SentVersions
 from vime.backends.megatron_utils.rollout_data import Plans, postprocessed
 from vime.backends.megatron_utils.state_writer import StateWriter
 from vime.backends.megatron_utils.step import ReadFunction, forward_backward, forward_each, from_last_stage, sum_metrics
-from vime.backends.megatron_utils.trainer_hooks import TrainerHooks, optional_hook
+from vime.backends.megatron_utils.step_report import samples_not_finite, slowest, throughput
+from vime.backends.megatron_utils.trainer_hooks import TrainerHooks, load_loss_hooks, optional_hook
 from vime.config.run import RunConfig
-from vime.config.sections import AlgorithmConfig
 from vime.errors import ConfigError, TrainerError
 from vime.packing.pack import PackedBatch, aggregation_of, pack
 from vime.types import StepPlan, TrainBatch, TrainSample
@@ -55,35 +56,24 @@ from vime.types import StepPlan, TrainBatch, TrainSample
 __all__ = ["MegatronTrainer"]
 
 log = logging.getLogger(__name__)
-NAMES_SHOWN = 20
 EXPORT_BUCKET_BYTES = 256 * 1024**2
 ROLES = ("ref", "teacher")  # whose log-probs of the samples are taken
 STORE_PREFIXES = {"old_log_probs": "", "ref_log_probs": "ref_", "teacher_log_probs": "teacher_"}  # slime's, for hooks
 REFERENCE_FOLDER = "ref"  # in the trainer's part of a commit, with --ref-update-interval
 
 
-def needs_old_log_probs(algorithm: AlgorithmConfig, *, num_steps: int) -> bool:
-    """Whether the log-probs under the weights that generated must be computed before the first optimizer step.
-
-    Advantages start from them with --kl-coef and --use-opd; --use-routing-replay records routing in that pass and --tis-batch-normalize
-    looks at all of them beforehand. The loss compares with them from the second optimizer step on; in the first they are its own.
-    """
-    if algorithm.loss_type == "sft_loss":
-        return False
-    before = algorithm.kl_coef != 0 or algorithm.use_opd or (algorithm.use_tis and algorithm.tis_batch_normalize)
-    before = before or algorithm.custom_advantage_function_path is not None or algorithm.use_routing_replay or algorithm.use_rollout_entropy
-    return before or (num_steps > 1 and not algorithm.use_rollout_logprobs)
-
-
 class MegatronTrainer:
     """Builds model, optimizer and schedule from the configuration and the weights of `config.model.hf_checkpoint`.
 
+    Without `with_weights` that folder need not hold any: `load` is to follow.
     Raises ConfigError, CheckpointError or ResourceError before any training is done.
     """
 
     _adapters: RunAdapters | None = None  # with --lora-rank
 
-    def __init__(self, config: RunConfig, *, rank: int, world_size: int, master_addr: str, master_port: int) -> None:
+    def __init__(
+        self, config: RunConfig, *, rank: int, world_size: int, master_addr: str, master_port: int, with_weights: bool = True
+    ) -> None:
         if config.model.hf_checkpoint is None:
             raise ConfigError("--hf-checkpoint is required: it names the folder with the model to train.")
         self._config = config
@@ -111,15 +101,18 @@ class MegatronTrainer:
             raise ConfigError(f"--use-routing-replay has no effect: {self._shape.path} is of a model without experts. Leave it out.")
         provider = config.model.custom_model_provider_path
         chunks = build_model(args, optional_hook(provider, "custom_model_provider_path"), str(provider))
-        self._start_weights(chunks)
+        self._start_weights(chunks, filled=with_weights)
         self._model = wrap_data_parallel(args, self._model_config, chunks)
         self._optimizer = build_optimizer(args, self._model_config, self._model)
         self._schedule = build_schedule(args, config.data, self._optimizer)
-        self._loss_hooks = self._load_loss_hooks()
+        self._loss_hooks = load_loss_hooks(config)
         self._own_advantages = optional_hook(config.algorithm.custom_advantage_function_path, "custom_advantage_function_path")
         self._postprocess = optional_hook(config.training.rollout_data_postprocess_path, "rollout_data_postprocess_path")
         self._step = 0
         self._saving: StateWriter | None = None
+        self._source: tuple[str | None, bool] | None = (None, True)  # what was loaded, while nothing was trained since
+        self._observer = StepObserver()
+        self.failed_step = False  # the last step ended because loss or gradient was not finite, as all ranks know
         self.returns: list[list[torch.Tensor]] = []  # of the last step with a critic: what it is to predict, [T] a micro-batch
 
     # --- what others ask ---
@@ -152,7 +145,10 @@ class MegatronTrainer:
         Raises TrainerError when a loss or gradient is not finite; the weights then are as before that optimizer step.
         """
         with self._watched(f"train on rollout {batch.rollout_id}"):
-            return self._train(batch, values)
+            self._observer = self._observe(batch)
+            metrics = self._train(batch, values)
+            self._observer.end(metrics)
+            return metrics
 
     def _train(self, batch: TrainBatch, values: Sequence[Sequence[torch.Tensor]] | None) -> dict[str, float]:
         seconds: dict[str, float] = defaultdict(float)
@@ -162,6 +158,8 @@ class MegatronTrainer:
             if values:
                 pairs = zip(plans, values, strict=True)
                 plans = [[p.with_token_values(values=v) for p, v in zip(step, mine, strict=True)] for step, mine in pairs]
+        self._observer.begin(plans)
+        self._source = None
         for role in ROLES:
             if role in self._held or role in self._base_roles:
                 with self._timed(seconds, f"{role}_log_probs"), self._as_role(role):
@@ -181,11 +179,12 @@ class MegatronTrainer:
             means = token_means(plans, self._over_data_parallel)
             if algorithm.use_tis and algorithm.tis_batch_normalize:
                 plans = [with_mean_importance(step, algorithm, self._over_data_parallel) for step in plans]
+        self._observer.inputs(plans)
         means = from_last_stage([means])[0]
         if values is not None:
             self.returns = [[packed.returns for packed in step if packed.returns is not None] for step in plans]
             if batch.rollout_id < self._config.critic.num_critic_only_steps:
-                return means | self._slowest(seconds)
+                return means | slowest(seconds, self._platform.device)
         with self._timed(seconds, "actor_train"), self._replayed():
             steps = self._optimizer_steps(plans, batch)
         interval = self._config.model.ref_update_interval
@@ -197,7 +196,14 @@ class MegatronTrainer:
             metrics["train/train_rollout_logprob_abs_diff"] = steps[0]["train_rollout_logprob_abs_diff"]
         metrics |= {"train/lr-pg_0": steps[-1]["lr-pg_0"], "train/step": float(self._step), "train/num_steps": float(len(steps))}
         seconds["train"] = time.perf_counter() - started
-        return metrics | means | self._slowest(seconds) | self._throughput(batch, seconds)
+        speed = throughput(sum(s.length for s in batch.samples), seconds["actor_train"], self._dp_group, self._platform.device)
+        return metrics | means | slowest(seconds, self._platform.device) | speed
+
+    def packed_values(self, batch: TrainBatch, per_sample: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+        """What `train` takes as `values`, from the [R] of each of the batch's samples."""
+        micros = [list(plan.micro_batches) for plan in batch.steps]
+        pairs = zip(self._packs(batch), micros, strict=True)
+        return [[p.scatter([per_sample[i] for i in micro]) for p, micro in zip(step, of, strict=True)] for step, of in pairs]
 
     def log_probs(self, tokens: list[int]) -> list[float]:
         """Natural-log probabilities of tokens[1:], each given what precedes it, at temperature 1. The same on all ranks."""
@@ -251,8 +257,7 @@ class MegatronTrainer:
 
     def save(self, path: str) -> None:
         """Write the whole training state: model, optimizer, schedule, random states, step; the reference where it moves."""
-        self.start_save(path, background=False)
-        self.finish_save()
+        self._complete(self._begin_save(path, background=False))
 
     def start_save(self, path: str, *, background: bool = True) -> None:
         """Take the whole training state as it is now; `finish_save` comes next. In the background a thread writes a copy of it.
@@ -260,6 +265,9 @@ class MegatronTrainer:
         At most one state is on its way: a copy is as large as model and optimizer together.
         """
         assert self._saving is None, "finish_save() comes first"
+        self._saving = self._begin_save(path, background=background)
+
+    def _begin_save(self, path: str, *, background: bool) -> StateWriter:
         with self._watched(f"save {path}"):
             self._settle_parameters()
             if self._config.model.ref_update_interval is not None:
@@ -269,7 +277,7 @@ class MegatronTrainer:
                 self._adapters.save(Path(path))
             with all_moments(self._optimizer):
                 parts = (self._model, self._optimizer, self._schedule)
-                self._saving = start_save(path, *parts, step=self._step, background=background, adapters=self._saved_adapters)
+                return start_save(path, *parts, step=self._step, background=background, adapters=self._saved_adapters)
 
     def wait_saved(self) -> None:
         """Until this rank's part of the state is written, or could not be. Not collective, and may be called from another thread."""
@@ -280,6 +288,9 @@ class MegatronTrainer:
         """Make the state that `start_save` took complete on disk. Raises ResourceError without space, CheckpointError otherwise."""
         assert self._saving is not None, "start_save() comes first"
         saving, self._saving = self._saving, None
+        self._complete(saving)
+
+    def _complete(self, saving: StateWriter) -> None:
         with self._watched("end the save"):
             saving.finish()
             if dist.get_rank() == 0:  # `vime convert` then knows which model this is
@@ -294,6 +305,7 @@ class MegatronTrainer:
             self._step, exact = load_state(path, self._model, self._optimizer, self._schedule, resume=resume, adapters=self._saved_adapters)
             if self._config.training.use_stateless_adam:
                 drop_moments(self._optimizer)
+            self._source = (path, resume)
             reference = Path(path) / REFERENCE_FOLDER
             if resume and self._config.model.ref_update_interval is not None and reference.is_dir():
                 with self._as_role("ref"):
@@ -310,17 +322,37 @@ class MegatronTrainer:
     def _watched(self, phase: str) -> AbstractContextManager[None]:
         return bootstrap.watch_peers(phase, f"{self._step} optimizer steps done")
 
+    def _observe(self, batch: TrainBatch) -> StepObserver:
+        """What makes a record of this step, where a flag asks for one."""
+        if not StepRecord.wanted(self._config, batch.rollout_id):
+            return StepObserver()
+        trainer = RecordedTrainer(
+            model=self._model,
+            weights=self._weights,
+            adapters=None if self._adapters is None else self._adapters.weights,
+            temperature=self._temperature,
+            vocab_size=self._shape.vocab_size,
+            sequence_parallel=self._args.sequence_parallel,
+            save=self.save,
+            settle=self._settle_parameters,
+            source=self._source,
+            step=self._step,
+            facts={"layout": Layout.of(self._args).facts(), "platform": self._platform.facts()},
+        )
+        return StepRecord(self._config, batch, trainer)
+
     def _settle_parameters(self) -> None:
         """With --overlap-param-gather a step's last gathers wait for the next forward pass: do them now."""
         for chunk in self._model if self._args.overlap_param_gather else []:
             chunk.disable_forward_pre_hook(param_sync=True)
             chunk.enable_forward_pre_hook()
 
-    def _start_weights(self, chunks: Sequence[torch.nn.Module]) -> None:
+    def _start_weights(self, chunks: Sequence[torch.nn.Module], *, filled: bool) -> None:
         """Fill the model that was just built, and hold the other roles' weights."""
         self._base_roles: set[str] = set()  # those whose weights are the policy's without its adapters
         self._held = self._hold_roles(chunks)
-        self._fill(chunks, str(self._config.model.hf_checkpoint))
+        if filled:
+            self._fill(chunks, str(self._config.model.hf_checkpoint))
         self._weights = HFWeights(parameters_by_name(chunks), self._ops, self._ranks)
         if self._config.lora.lora_rank is None:
             self._sent = SentVersions(self._held)
@@ -386,16 +418,6 @@ class MegatronTrainer:
     def _saved_adapters(self) -> dict[str, Any] | None:
         """What a checkpoint says of the adapters, which then are all that it holds of the model."""
         return None if self._adapters is None else self._adapters.saved
-
-    def _load_loss_hooks(self) -> LossHooks:
-        algorithm = self._config.algorithm
-        return LossHooks(
-            args=self._config.args,
-            custom_loss=optional_hook(algorithm.custom_loss_function_path, "custom_loss_function_path"),
-            custom_tis=optional_hook(algorithm.custom_tis_function_path, "custom_tis_function_path"),
-            pg_loss_reducer=optional_hook(algorithm.custom_pg_loss_reducer_function_path, "custom_pg_loss_reducer_function_path"),
-            recompute=self._config.training.recompute_loss_function,
-        )
 
     @property
     def _multiple(self) -> int:
@@ -535,10 +557,13 @@ class MegatronTrainer:
         metrics = sum_metrics(parts) | routing_metrics(self._model_config, len(packed))
         self._optimizer.prepare_grads()
         norm = float(self._optimizer.get_grad_norm())
+        self._observer.loss(metrics, packed, parts)
         if self._args.check_for_nan_in_loss_and_grad:
             self._check_finite(metrics["loss"], norm, packed, parts, batch)
         rate = float(get_canonical_lr_for_logging(self._optimizer.param_groups) or 0.0)  # the one this step uses
+        self._observer.gradient(norm)
         self._optimizer.step()
+        self._observer.update(rate)
         self._schedule.step(1)
         self._step += 1
         return metrics | {"grad_norm": norm, "lr-pg_0": rate}
@@ -549,19 +574,15 @@ class MegatronTrainer:
         """Raise the same TrainerError on all ranks when loss or gradient norm is not finite, before the weights change."""
         if math.isfinite(loss) and math.isfinite(norm):
             return
-        seen = zip(packed, parts, strict=True) if parts else ()  # the last pipeline stage alone has losses
-        mine = [i for micro, part in seen if not torch.isfinite(part["loss"]) for i in micro.sample_ids]
-        if math.isfinite(loss):
-            mine = [i for micro in packed for i in micro.sample_ids]
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, mine)
-        ids = sorted({i for part in found for i in part})
-        shown = ", ".join(map(str, ids[:NAMES_SHOWN])) + (f" and {len(ids) - NAMES_SHOWN} more" if len(ids) > NAMES_SHOWN else "")
-        raise TrainerError(
+        samples = samples_not_finite(loss, packed, parts)
+        message = (
             f"loss {loss} and gradient norm {norm} at optimizer step {self._step} of rollout {batch.rollout_id}: not finite. "
-            f"The weights are as before this step. Samples concerned: {shown or 'none by themselves'}. "
+            f"The weights are as before this step. Samples concerned: {samples}. "
             "Look at their rewards and log-probs, or lower --lr."
         )
+        self._observer.end({}, failure=message)
+        self.failed_step = True
+        raise TrainerError(message)
 
     @contextmanager
     def _timed(self, seconds: dict[str, float], name: str) -> Iterator[None]:
@@ -570,17 +591,3 @@ class MegatronTrainer:
         if not self._platform.is_cpu:
             torch.cuda.synchronize()
         seconds[name] += time.perf_counter() - started
-
-    def _slowest(self, seconds: dict[str, float]) -> dict[str, float]:
-        """perf/X_time: seconds of the slowest rank in each phase."""
-        names = sorted(seconds)
-        values = torch.tensor([seconds[name] for name in names], dtype=torch.float64, device=self._platform.device)
-        dist.all_reduce(values, op=dist.ReduceOp.MAX)
-        return {f"perf/{name}_time": value for name, value in zip(names, values.tolist(), strict=True)}
-
-    def _throughput(self, batch: TrainBatch, seconds: dict[str, float]) -> dict[str, float]:
-        tokens = torch.tensor(float(sum(s.length for s in batch.samples)), dtype=torch.float64, device=self._platform.device)
-        dist.all_reduce(tokens, group=self._dp_group)
-        rate = torch.tensor(float(tokens) / max(seconds["actor_train"], 1e-9), dtype=torch.float64, device=self._platform.device)
-        dist.all_reduce(rate, op=dist.ReduceOp.MIN)
-        return {"perf/actor_train_tok_per_s": float(rate)}

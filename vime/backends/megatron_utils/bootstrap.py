@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,6 +41,12 @@ class Platform:
     def is_cpu(self) -> bool:
         """No accelerator."""
         return self.device.type == "cpu"
+
+    def facts(self) -> dict[str, Any]:
+        """What results depend on in their last bits, as plain values."""
+        name = "cpu" if self.is_cpu else torch.cuda.get_device_name(self.device)
+        dtype = str(self.dtype).removeprefix("torch.")
+        return {"device": name, "dtype": dtype, "threads": torch.get_num_threads(), "torch": torch.__version__}
 
 
 def import_megatron() -> ModuleType:

@@ -14,6 +14,7 @@ from vime.backends.megatron_utils.actor import MegatronTrainer
 from vime.backends.megatron_utils.loss import at_rows, value_loss
 from vime.backends.megatron_utils.rollout_data import Plans
 from vime.backends.megatron_utils.step import forward_each
+from vime.backends.megatron_utils.step_report import slowest
 from vime.backends.megatron_utils.value_head import put_value_head
 from vime.config.run import RunConfig
 from vime.config.sections import AlgorithmConfig, LoraConfig
@@ -71,7 +72,7 @@ class MegatronCritic(MegatronTrainer):
             self._plans = [[packed.with_token_values(values=next(flat)) for packed in step] for step in plans] if found else plans
             values = [[packed.values for packed in step if packed.values is not None] for step in self._plans] if found else []
             seconds["critic_values"] = time.perf_counter() - started
-            return values, self._slowest(seconds)
+            return values, slowest(seconds, self._platform.device)
 
     def train_on(self, batch: TrainBatch, returns: Sequence[Sequence[torch.Tensor]]) -> dict[str, float]:
         """Train on this rank's share of the step that `values` was called with; `returns` [T] of each micro-batch of each step.
@@ -88,10 +89,11 @@ class MegatronCritic(MegatronTrainer):
             steps = self._optimizer_steps(plans, batch)
             seconds["critic_train"] = time.perf_counter() - started
             metrics = {f"train/critic-{name}": float(np.mean([s[name] for s in steps])) for name in steps[0]}
-            return metrics | {"train/critic-lr-pg_0": steps[-1]["lr-pg_0"]} | self._slowest(seconds)
+            return metrics | {"train/critic-lr-pg_0": steps[-1]["lr-pg_0"]} | slowest(seconds, self._platform.device)
 
-    def _start_weights(self, chunks: Sequence[torch.nn.Module]) -> None:
-        self._fill(chunks, str(self._config.model.hf_checkpoint))
+    def _start_weights(self, chunks: Sequence[torch.nn.Module], *, filled: bool) -> None:
+        if filled:
+            self._fill(chunks, str(self._config.model.hf_checkpoint))
         put_value_head(chunks, self._model_config)
 
     def _read(self, output: torch.Tensor, packed: PackedBatch, rows: torch.Tensor | None) -> torch.Tensor:

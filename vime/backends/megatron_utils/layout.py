@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch.distributed as dist
 
 __all__ = ["Layout"]
 
@@ -32,6 +35,10 @@ class Layout:
             expert_tensor=args.expert_tensor_parallel_size,
             sequence=args.sequence_parallel,
         )
+
+    def facts(self) -> dict[str, Any]:
+        """All sizes and the number of processes, as plain values."""
+        return asdict(self) | {"world": dist.get_world_size()}
 
     @property
     def model(self) -> int:

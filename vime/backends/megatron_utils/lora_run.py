@@ -35,7 +35,7 @@ class RunAdapters:
             source = PeftFolder(lora.lora_load)
             source.check(self._adapters.found)
             self._adapters.fill(source.tensor, ranks)
-        self._weights = self._adapters.weights(ranks)
+        self.weights = self._adapters.weights(ranks)
         base_weights.change = self._adapters.merged
         self.saved: dict[str, Any] = settings.as_saved(base_digest(folder))  # what a checkpoint says of them
 
@@ -45,7 +45,7 @@ class RunAdapters:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All factors under PEFT's names without its prefix, on rank 0; empty elsewhere. Collective."""
-        return {name: tensor for bucket in self._weights.buckets(BUCKET_BYTES) for name, tensor in bucket}
+        return {name: tensor for bucket in self.weights.buckets(BUCKET_BYTES) for name, tensor in bucket}
 
     def save(self, folder: Path) -> None:
         """Write `folder`/adapter, which PEFT loads. Collective."""

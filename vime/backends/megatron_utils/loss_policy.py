@@ -25,7 +25,7 @@ from vime.errors import DataError, HookError
 from vime.hooks import hook_errors
 from vime.packing.pack import PackedBatch
 
-__all__ = ["LossHooks", "Metrics", "mean", "policy_loss", "required", "with_mean_importance"]
+__all__ = ["LossHooks", "Metrics", "mean", "needs_old_log_probs", "policy_loss", "required", "with_mean_importance"]
 
 Metrics = dict[str, torch.Tensor]
 
@@ -215,3 +215,16 @@ def _reduced(per_token: torch.Tensor, packed: PackedBatch, algorithm: AlgorithmC
             f"--custom-pg-loss-reducer-function-path: its callable gave {type(value).__name__}; expected a tensor with one element."
         )
     return value.reshape(()) / packed.denominator if packed.denominator > 0 else value.reshape(()) * 0.0
+
+
+def needs_old_log_probs(algorithm: AlgorithmConfig, *, num_steps: int) -> bool:
+    """Whether the log-probs under the weights that generated must be computed before the first optimizer step.
+
+    Advantages start from them with --kl-coef and --use-opd; --use-routing-replay records routing in that pass and --tis-batch-normalize
+    looks at all of them beforehand. The loss compares with them from the second optimizer step on; in the first they are its own.
+    """
+    if algorithm.loss_type == "sft_loss":
+        return False
+    before = algorithm.kl_coef != 0 or algorithm.use_opd or (algorithm.use_tis and algorithm.tis_batch_normalize)
+    before = before or algorithm.custom_advantage_function_path is not None or algorithm.use_routing_replay or algorithm.use_rollout_entropy
+    return before or (num_steps > 1 and not algorithm.use_rollout_logprobs)

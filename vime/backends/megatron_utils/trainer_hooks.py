@@ -8,15 +8,28 @@ from typing import Any
 
 import torch
 
+from vime.backends.megatron_utils.loss_policy import LossHooks
 from vime.config.run import RunConfig
 from vime.hooks import KINDS, hook_errors, load_hook
 
-__all__ = ["TrainerHooks", "optional_hook"]
+__all__ = ["TrainerHooks", "load_loss_hooks", "optional_hook"]
 
 
 def optional_hook(path: str | None, kind: str) -> Any:
     """The user's function at `path`; None without one. Raises HookError."""
     return None if path is None else load_hook(path, kind)
+
+
+def load_loss_hooks(config: RunConfig) -> LossHooks:
+    """What the loss is given of the user's functions. Raises HookError."""
+    algorithm = config.algorithm
+    return LossHooks(
+        args=config.args,
+        custom_loss=optional_hook(algorithm.custom_loss_function_path, "custom_loss_function_path"),
+        custom_tis=optional_hook(algorithm.custom_tis_function_path, "custom_tis_function_path"),
+        pg_loss_reducer=optional_hook(algorithm.custom_pg_loss_reducer_function_path, "custom_pg_loss_reducer_function_path"),
+        recompute=config.training.recompute_loss_function,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,6 @@ __all__ = ["DebugConfig", "LoggingConfig"]
 
 WANDB = "metrics go to <log-dir>/metrics.jsonl and, with --use-tensorboard, to TensorBoard."
 STATISTICS = "read it from <save>/samples.jsonl, or return it as a metric of --rollout-function-path."
-DUMP = "samples are written to <save>/samples.jsonl; --log-samples says how many."
 PROFILE = "seconds of each phase are metrics (perf/...). Attach a profiler of the system's."
 
 
@@ -66,9 +65,18 @@ class DebugConfig:
     )
     load_debug_rollout_data_subsample: float | None = opt(None, "Share of their groups to take, the first ones.", type=float, gt=0, le=1)
     save_debug_train_data: str | None = opt(
-        None, "File of each step's training data and results; {rollout_id} is filled in.", type=str, path="new", not_yet=DUMP
+        None, "File of each step's training data and results (torch.load); {rollout_id} is filled in.", type=str, path="new"
     )
-    dump_details: str | None = opt(None, "Folder for both of these files of each step.", type=str, path="new", not_yet=DUMP)
+    dump_details: str | None = opt(
+        None, "Folder for both of these files: rollout_data/{rollout_id}.jsonl, train_data/{rollout_id}.pt.", type=str, path="new"
+    )
+    capsule_steps: list[int] = opt([], "Rollout steps, from 0, recorded whole for `vime replay`.", many=True, type=int, ge=0)
+    capsule_dir: str | None = opt(None, "Folder of the step capsules; default: <save>/capsules.", type=str, path="new")
+    capsule_state: str = opt(
+        "stored",
+        "The state before the step: in the capsule, or a reference to the start model or to the commit before, where there is one.",
+        choices=("stored", "referenced"),
+    )
     profile_target: list[str] = opt(
         ["train_overall"],
         "What Megatron's --profile records.",

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from vime.backends.megatron_utils.actor import needs_old_log_probs
 from vime.backends.megatron_utils.critic import critic_config
+from vime.backends.megatron_utils.loss_policy import needs_old_log_probs
 from vime.backends.megatron_utils.roles import HeldWeights, SentVersions
 from vime.config import sections as s
 from vime.config.run import RunConfig

@@ -29,6 +29,7 @@ LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 LOCAL_EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 Chunks = Sequence[torch.nn.Module]
+Read = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,8 +141,10 @@ class HFWeights:
                 )
 
     @torch.no_grad()
-    def buckets(self, bucket_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    def buckets(self, bucket_bytes: int, read: Read | None = None) -> Iterator[list[tuple[str, torch.Tensor]]]:
         """(name, tensor) pairs in buckets of about `bucket_bytes`, without vocabulary padding.
+
+        With `read` not the parameters but what it makes of each, a float32 tensor of its shape: its gradient, say.
 
         Collective: every rank must exhaust it, and all see the same number of buckets. Rank 0 gets the tensors (copies), the
         others get empty lists; of equal replicas the one with the lowest rank sends.
@@ -149,7 +152,7 @@ class HFWeights:
         bucket: list[tuple[str, torch.Tensor]] = []
         filled = 0
         for number, op in enumerate(self._ops):
-            whole = self._gather(number, op)
+            whole = self._gather(number, op, read)
             if whole is not None:
                 bucket += [(name, part.contiguous()) for name, part in zip(op.hf, op.split(whole), strict=True)]
             filled += op.num_elements * self._dtype(number).itemsize
@@ -162,7 +165,7 @@ class HFWeights:
     def _dtype(self, number: int) -> torch.dtype:
         return DTYPES[int(self._table[:, 2 + number].max()) - 1]
 
-    def _gather(self, number: int, op: Op) -> torch.Tensor | None:
+    def _gather(self, number: int, op: Op, read: Read | None) -> torch.Tensor | None:
         """The whole Megatron parameter of op `number` on rank 0; None elsewhere."""
         size = self._ranks.of(op)[1] if op.is_sharded else 1
         held = self._table[:, 2 + number] > 0
@@ -173,13 +176,14 @@ class HFWeights:
             if source == self._rank:
                 own = self._own[number]
                 assert own is not None
-                sent = self.change(op.megatron, own.detach())
+                sent = self.change(op.megatron, own.detach()) if read is None else read(own).float()
                 if self._rank == 0:
                     shards.append(sent.clone() if sent.data_ptr() == own.data_ptr() else sent)
                 else:
                     dist.send(sent.contiguous(), 0)
             elif self._rank == 0:
-                buffer = torch.empty(self._shape(op, size), dtype=self._dtype(number), device=self._device)
+                dtype = self._dtype(number) if read is None else torch.float32
+                buffer = torch.empty(self._shape(op, size), dtype=dtype, device=self._device)
                 dist.recv(buffer, source)
                 shards.append(buffer)
         if self._rank != 0:
