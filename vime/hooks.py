@@ -62,6 +62,36 @@ class SampleFilter(Protocol):
     def __call__(self, args: Any, groups: list[Any]) -> None: ...
 
 
+class SampleHook(Protocol):
+    """Sees each sample before its reward; may return another in its place. A coroutine function is awaited."""
+
+    def __call__(self, args: Any, sample: Any, *, rollout_id: int | None = None, evaluation: bool = False) -> Any: ...
+
+
+class AllSamplesProcess(Protocol):
+    """Sees all groups that were finished in a step, those that a filter dropped too."""
+
+    def __call__(self, args: Any, all_samples: list[Any], data_source: Any) -> None: ...
+
+
+class ConvertSamples(Protocol):
+    """Returns slime's training data: a dict of lists."""
+
+    def __call__(self, args: Any, samples: list[Any]) -> dict[str, Any]: ...
+
+
+class RolloutLog(Protocol):
+    """Returns True when the step's own rollout metrics are not to be logged."""
+
+    def __call__(self, rollout_id: int, args: Any, samples: list[Any], extra_metrics: dict[str, float], rollout_time: float) -> bool: ...
+
+
+class EvalLog(Protocol):
+    """Returns True when the evaluation's own metrics are not to be logged."""
+
+    def __call__(self, rollout_id: int, args: Any, data: dict[str, Any], extra_metrics: dict[str, float]) -> bool: ...
+
+
 class RewardPostProcess(Protocol):
     """Returns (raw_rewards, rewards), one number per sample each."""
 
@@ -148,6 +178,7 @@ class HookKind:
     flag: str
     protocol: type
     methods: type | None = None  # for classes
+    maybe_async: bool = False  # plain and coroutine functions are both taken
 
     @property
     def is_async(self) -> bool:
@@ -173,6 +204,11 @@ KINDS: Mapping[str, HookKind] = MappingProxyType(
         "dynamic_sampling_filter_path": HookKind(flag="--dynamic-sampling-filter-path", protocol=DynamicFilter),
         "buffer_filter_path": HookKind(flag="--buffer-filter-path", protocol=BufferFilter),
         "rollout_sample_filter_path": HookKind(flag="--rollout-sample-filter-path", protocol=SampleFilter),
+        "rollout_sample_hook_path": HookKind(flag="--rollout-sample-hook-path", protocol=SampleHook, maybe_async=True),
+        "rollout_all_samples_process_path": HookKind(flag="--rollout-all-samples-process-path", protocol=AllSamplesProcess),
+        "custom_convert_samples_to_train_data_path": HookKind(flag="--custom-convert-samples-to-train-data-path", protocol=ConvertSamples),
+        "custom_rollout_log_function_path": HookKind(flag="--custom-rollout-log-function-path", protocol=RolloutLog),
+        "custom_eval_rollout_log_function_path": HookKind(flag="--custom-eval-rollout-log-function-path", protocol=EvalLog),
         "custom_rm_path": HookKind(flag="--custom-rm-path", protocol=RewardFunction),
         "custom_reward_post_process_path": HookKind(flag="--custom-reward-post-process-path", protocol=RewardPostProcess),
         "custom_loss_function_path": HookKind(flag="--custom-loss-function-path", protocol=CustomLoss),
@@ -219,13 +255,12 @@ def check_all(config: RunConfig) -> None:
     args = config.args
     problems = []
     for name, spec in KINDS.items():
-        path = getattr(args, name)
-        if path is None:
-            continue
-        try:
-            load_hook(path, name, spec.flag)
-        except HookError as error:
-            problems.append(str(error))
+        given = getattr(args, name) or []
+        for path in given if isinstance(given, list) else [given]:
+            try:
+                load_hook(path, name, spec.flag)
+            except HookError as error:
+                problems.append(str(error))
     if problems:
         raise ConfigError(*problems)
 
@@ -322,11 +357,11 @@ def _mismatch(target: Any, spec: HookKind) -> str:
                 return f"its method '{name}' cannot be called as {_written(name, getattr(spec.methods, name))}"
         return ""
     is_async = _is_async(target)
-    if spec.is_async and not is_async:
+    if spec.maybe_async or is_async == spec.is_async:
+        return ""
+    if spec.is_async:
         return "it must be a coroutine function (async def), for it is awaited"
-    if is_async and not spec.is_async:
-        return "it must be a plain function (def), for it is not awaited"
-    return ""
+    return "it must be a plain function (def), for it is not awaited"
 
 
 def _is_async(target: Any) -> bool:

@@ -4,7 +4,9 @@
 
 Cast: `rollout` (RolloutClient: prompts, engines, rewards), `train` (RayTrainGroup: Megatron), `record` (RunRecord: metrics,
 status, commits). Weight version v is what step v trains from: version 0 are the start weights, step 0 yields version 1.
-Either side may be absent: no engines with --debug-train-only, no trainer with --debug-rollout-only.
+With --max-weight-staleness 0 `generate` makes a step's batch, and the two sides take turns. With more the rollout side generates all
+the time, and `generate` only takes the batch: what is trained at step s was begun under version s - bound or later. Either side may
+be absent: no engines with --debug-train-only, no trainer with --debug-rollout-only.
 """
 
 from __future__ import annotations
@@ -29,6 +31,9 @@ class Rollout(Protocol):
     def evaluate(self, rollout_id: int) -> tuple[dict[str, float], list[dict[str, Any]]]: ...
     def save(self, path: str, step: int) -> None: ...
     def endpoints(self) -> list[Any]: ...
+    def begin(self, first_step: int, num_steps: int) -> None: ...
+    def before_sync(self) -> None: ...
+    def weights_sent(self, version: int) -> None: ...
 
 
 class Trainer(Protocol):
@@ -47,6 +52,7 @@ class Record(Protocol):
     def finish_sync(self, version: int, report: WeightSyncReport) -> None: ...
     def commit_due(self, step: int) -> bool: ...
     def eval_due(self, steps_done: int) -> bool: ...
+    def sync_due(self, steps_done: int) -> bool: ...
     def commit(self, step: int, train: Any, rollout: Any) -> None: ...
 
 
@@ -56,13 +62,16 @@ def run_loop(first_step: int, num_steps: int, rollout: Rollout, train: Trainer |
     def sync(version: int) -> None:
         if train is not None and rollout.has_engines:
             record.phase(None, f"sending weights, version {version}")
+            rollout.before_sync()
             record.finish_sync(version, train.update_weights(version, rollout.endpoints()))
+            rollout.weights_sent(version)
 
     def evaluate(steps_done: int) -> None:
         if record.eval_due(steps_done):
             record.phase(None, "evaluating")
             record.finish_eval(steps_done, *rollout.evaluate(steps_done))
 
+    rollout.begin(first_step, num_steps)
     sync(first_step)
     evaluate(first_step)
     for step in range(first_step, num_steps):
@@ -76,7 +85,8 @@ def run_loop(first_step: int, num_steps: int, rollout: Rollout, train: Trainer |
                 record.phase(step, "training")
                 metrics |= train.train(batch.refs)
         with _timed(phases, "sync"):
-            sync(step + 1)
+            if record.sync_due(step + 1):
+                sync(step + 1)
         record.finish_step(step, metrics, phases, batch.samples)
         evaluate(step + 1)
         if record.commit_due(step):  # last: a committed step's metrics and evaluation are on disk

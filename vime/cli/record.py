@@ -40,6 +40,8 @@ class RunRecord:
         seconds = sum(phases.values())
         tokens = metrics.get("rollout/total_tokens", 0.0)
         timing = {f"perf/{name}_time": value for name, value in phases.items()} | {"perf/step_time": seconds}
+        if "train" in phases:
+            timing["perf/trainer_idle_time"] = seconds - phases["train"]
         if tokens and seconds > 0:
             timing["perf/tokens_per_second"] = tokens / seconds
         metrics = metrics | timing | self._pending
@@ -90,6 +92,14 @@ class RunRecord:
         if steps_done == self._first:  # at the start; after a resume the evaluation of that step stands in the log already
             return steps_done == 0 and not ev.skip_eval_before_train
         return steps_done == self._num_steps or (ev.eval_interval is not None and steps_done % ev.eval_interval == 0)
+
+    def sync_due(self, steps_done: int) -> bool:
+        """Whether engines get the weights after `steps_done` steps: every --update-weights-interval, and where somebody looks at them.
+
+        An evaluation is of the newest weights; a run that resumes from a commit sends its weights, too.
+        """
+        every = self._config.weight_update.update_weights_interval
+        return steps_done % every == 0 or steps_done == self._num_steps or self.eval_due(steps_done) or self.commit_due(steps_done - 1)
 
     def commit(self, step: int, train: Any, rollout: Any) -> None:
         """Write one commit, and the Hugging Face folder when asked. With --async-save it is complete some steps later, at the latest

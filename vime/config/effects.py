@@ -47,7 +47,7 @@ _PROBES = _names("rollout_health_check_interval rollout_health_check_timeout rol
 _ENGINES = _names(
     "rollout_num_gpus rollout_num_gpus_per_engine offload_rollout vllm_enable_deterministic_inference vllm_server_concurrency "
     "vllm_start_deadline vllm_router_ip vllm_router_port vllm_config prefill_num_servers rollout_external_engine_addrs use_fault_tolerance "
-    "partial_rollout mask_offpolicy_in_partial_rollout max_weight_staleness"
+    "partial_rollout mask_offpolicy_in_partial_rollout max_weight_staleness stale_groups"
 )
 _GENERATION = _names(
     "rm_type custom_rm_path rm_url group_rm reward_key overlong_buffer_len overlong_penalty_factor "
@@ -139,6 +139,36 @@ _UNUSED = (
         why="without --partial-rollout: leave it out, or add that.",
     ),
     _Unused(
+        fields=_names("partial_rollout"),
+        when=lambda c: c.rollout.rollout_function_path == ROLLOUT_FUNCTION and c.rollout.over_sampling_batch_size is None,
+        why="without --over-sampling-batch-size, as a step then waits for every group it began: leave it out, or add that.",
+    ),
+    _Unused(
+        fields=_names("partial_rollout mask_offpolicy_in_partial_rollout over_sampling_batch_size"),
+        when=lambda c: c.runs_ahead and c.rollout.rollout_function_path == ROLLOUT_FUNCTION,
+        why="with --max-weight-staleness, where what is unfinished at the end of a step simply goes on: leave one of them out.",
+    ),
+    _Unused(
+        fields=_names("stale_groups"),
+        when=lambda c: not c.runs_ahead,
+        why="without --max-weight-staleness: leave it out, or add that.",
+    ),
+    _Unused(
+        fields=_names("stale_groups"),
+        when=lambda c: c.rollout.rollout_function_path != ROLLOUT_FUNCTION,
+        why="with a --rollout-function-path of your own, whose batches are trained as they come: leave it out.",
+    ),
+    _Unused(
+        fields=_names("partial_rollout"),
+        when=lambda c: c.engine.vllm_enable_deterministic_inference,
+        why="with --vllm-enable-deterministic-inference, where speed may not decide what is cut off: leave one of them out.",
+    ),
+    _Unused(
+        fields=_names("custom_reward_post_process_path"),
+        when=lambda c: c.reward.custom_convert_samples_to_train_data_path is not None,
+        why="with --custom-convert-samples-to-train-data-path, which gives the rewards, too: leave one of them out.",
+    ),
+    _Unused(
         fields=_names("update_weight_in_flight"),
         when=lambda c: c.rollout.max_weight_staleness == 0,
         why="without --max-weight-staleness, as no request is in flight then: leave it out, or add that.",
@@ -225,7 +255,7 @@ _UNUSED = (
         why="with --loss-type sft_loss on given answers, which are learnt at temperature 1: leave it out.",
     ),
     _Unused(
-        fields=(*LOSS_FIELDS, *_WEIGHTS, *_TRAINER, *_CRITIC, *_LORA),
+        fields=(*LOSS_FIELDS, *_WEIGHTS, *_TRAINER, *_CRITIC, *_LORA, "max_weight_staleness", "stale_groups"),
         when=lambda c: c.debug.debug_rollout_only,
         why="with --debug-rollout-only, which starts no trainer: leave one of them out.",
     ),

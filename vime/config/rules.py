@@ -108,6 +108,11 @@ def _batches(config: RunConfig) -> Iterator[str]:
 def _rollout(config: RunConfig) -> Iterator[str]:
     rollout, reward, debug = config.rollout, config.reward, config.debug
     ours = rollout.rollout_function_path == ROLLOUT_FUNCTION
+    if config.runs_ahead and config.cluster.colocate:
+        yield (
+            f"--max-weight-staleness {rollout.max_weight_staleness} generates while the trainer works, and --colocate lets them take turns "
+            "on the same devices: leave one of them out."
+        )
     if debug.debug_train_only and debug.debug_rollout_only:
         yield "--debug-train-only and --debug-rollout-only exclude each other."
     if debug.debug_train_only and ours:

@@ -66,6 +66,16 @@ class RunConfig:
         return self.actor_world_size // model
 
     @property
+    def runs_ahead(self) -> bool:
+        """Whether groups are generated while the trainer works."""
+        return self.rollout.max_weight_staleness > 0
+
+    @property
+    def steps_ahead(self) -> int:
+        """Steps that a sample may be trained after the weights that its oldest token was sampled under."""
+        return (self.rollout.max_weight_staleness + 1) * self.weight_update.update_weights_interval - 1
+
+    @property
     def packed_data(self) -> s.DataConfig:
         """`data` with the token budget of one micro-batch, which the context-parallel ranks share."""
         budget, ranks = self.data.max_tokens_per_gpu, self.megatron_size("context_parallel_size")

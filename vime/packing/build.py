@@ -22,6 +22,7 @@ from vime.config.sections import AlgorithmConfig, DataConfig, RewardConfig
 from vime.errors import ConfigError, DataError, GenerationError
 from vime.packing.balance import best_fit, even_bins, sequence_cost, spread
 from vime.packing.convert import ProcessedRewards, to_train_samples
+from vime.packing.own_data import from_train_data
 from vime.types import MicroBatch, StepPlan, TrainBatch, TrainSample
 from vime.utils.types import Sample
 
@@ -43,6 +44,7 @@ def build_train_batches(
     dp_size: int,
     args: Any,
     processed_rewards: ProcessedRewards | None = None,
+    train_data: Any = None,
 ) -> list[TrainBatch]:
     """One TrainBatch per data-parallel rank. Deterministic in its arguments.
 
@@ -51,9 +53,13 @@ def build_train_batches(
     own; each step's mean divides by the rollouts it really has. All segments of a rollout are in one step.
 
     `args` is the flat view that `Sample.get_reward_value` is called with; `processed_rewards` the (raw, rewards) of
-    --custom-reward-post-process-path for `samples`. Raises RewardError, DataError, or GenerationError when no sample is left.
+    --custom-reward-post-process-path for `samples`, `train_data` the dict of --custom-convert-samples-to-train-data-path, which
+    replaces the conversion (`vime.packing.own_data`). Raises RewardError, DataError, or GenerationError when no sample is left.
     """
-    trained = to_train_samples(samples, algorithm=algorithm, reward=reward, args=args, processed_rewards=processed_rewards)
+    if train_data is not None:
+        trained = from_train_data(train_data, samples)
+    else:
+        trained = to_train_samples(samples, algorithm=algorithm, reward=reward, args=args, processed_rewards=processed_rewards)
     if not trained:
         raise GenerationError(
             f"rollout step {rollout_id}: none of {len(samples)} samples can be trained on (all FAILED); see the log for why they failed."

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,22 +19,28 @@ import ray
 
 from vime.backends.vllm_utils.handshake import check_workers, shake_hands
 from vime.backends.vllm_utils.router import ExternalRouter, RouterServer
+from vime.backends.weight_transfer.control import EngineControl
 from vime.config import RunConfig
-from vime.errors import EngineError, HookError
+from vime.config.sections import ROLLOUT_FUNCTION
+from vime.errors import EngineError, HookError, PeerError
 from vime.hooks import load_hook, user_errors
 from vime.packing.build import packing_metrics
 from vime.ray.engine_group import EngineGroup
 from vime.ray.process import WatchedActor, watched_actor
 from vime.ray.supervisor import Supervisor
 from vime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
-from vime.rollout.batches import flat_samples, train_batches
+from vime.rollout.batches import flat_samples, own_function, train_batches
+from vime.rollout.engine_access import EngineAccess
+from vime.rollout.producer import GroupProducer, Producer, StepProducer
 from vime.rollout.recorded import record_samples, save_groups
+from vime.rollout.statistics import sample_statistics
 from vime.rollout.tracking import TrackedSource
 from vime.utils.types import Sample
 
 __all__ = ["Generated", "RolloutClient", "RolloutManager"]
 
 CHILD_POLL_SECONDS = 0.25
+CONTROL_SECONDS = 10.0  # of one control call to an engine
 ROUTER_DEADLINE = 60.0
 
 
@@ -53,7 +60,12 @@ class RolloutManager(WatchedActor):
         super().__init__(str(Path(log_dir) / "rollout_manager.log"))
         self._config, self._run_dir, self._log_dir = config, run_dir, Path(log_dir)
         self._router: RouterServer | ExternalRouter | None = None
-        self._args = config.runtime_args(run_dir=run_dir, num_engines=config.num_engines, vllm_router_ip=None, vllm_router_port=None)
+        self._engines = EngineAccess(self._abort_requests)
+        self._controls: list[EngineControl] = []
+        self._producer: Producer | None = None
+        self._first_step = self._num_steps = 0
+        self._last_rolled: float | None = None  # when the last rollout step was there
+        self._args = self._runtime_args(None, None)
         self._source: Any = None
         self._engine_urls: list[str] = []
         self._routing = threading.Lock()  # engines come and go while a rollout runs
@@ -66,7 +78,7 @@ class RolloutManager(WatchedActor):
             inner = source_class(self._args)
         folder = Path(config.checkpoint.save or self._run_dir)
         folders: dict[str, Any] = {"run_dir": folder, "log_dir": Path(self._run_dir), "load": Path(load) if load else None}
-        self._source = TrackedSource(inner, config.data.data_source_path, **folders)
+        self._source = TrackedSource(inner, config.data.data_source_path, **folders, steps_ahead=config.steps_ahead)
         with self._source_errors(source_class):
             num_prompts = len(inner)
         self._rollout = load_hook(config.rollout.rollout_function_path, "rollout_function_path")
@@ -86,9 +98,17 @@ class RolloutManager(WatchedActor):
             router.wait_ready(ROUTER_DEADLINE)
         shake_hands(self._config, endpoints, self._router)
         self._engine_urls = engine_urls
-        host, port = self._router.host, self._router.port
-        self._args = self._config.runtime_args(
-            run_dir=self._run_dir, num_engines=self._config.num_engines, vllm_router_ip=host, vllm_router_port=port
+        self._controls = [EngineControl.of(endpoint, seconds=CONTROL_SECONDS) for endpoint in endpoints]
+        self._args = self._runtime_args(self._router.host, self._router.port)
+
+    def _runtime_args(self, host: str | None, port: int | None) -> Any:
+        """What hooks see of the configuration, and of the run."""
+        return self._config.runtime_args(
+            run_dir=self._run_dir,
+            num_engines=self._config.num_engines,
+            vllm_router_ip=host,
+            vllm_router_port=port,
+            engine_access=self._engines,
         )
 
     def route(self, endpoints: list[Any]) -> None:
@@ -101,33 +121,100 @@ class RolloutManager(WatchedActor):
             for url in set(urls) - set(self._engine_urls):
                 self._router.add_worker(url)
             self._engine_urls = urls
+            self._controls = [EngineControl.of(endpoint, seconds=CONTROL_SECONDS) for endpoint in endpoints]
+
+    def _abort_requests(self) -> None:
+        for control in list(self._controls):
+            with contextlib.suppress(PeerError):  # an engine that is gone has nothing to return; whoever watches it says so
+                control.abort()
+
+    def begin(self, first_step: int, num_steps: int) -> None:
+        """Steps first_step ... num_steps - 1 will be asked for."""
+        self._first_step, self._num_steps = first_step, num_steps
+
+    def before_sync(self) -> None:
+        """The engines will get new weights. What is in flight is waited for, unless it is to go on under them."""
+        if self._producer is not None and not self._config.weight_update.update_weight_in_flight:
+            self._producer.drain()
+
+    def weights_sent(self, version: int) -> None:
+        """The engines hold the weights of `version` from now on."""
+        self._engines.version = version
+        if self._producer is not None:
+            self._producer.resume(version)
 
     def watch(self) -> None:
-        """Return when the run ends; raise when the router dies."""
+        """Return when the run ends; raise when the router or what generates ahead dies."""
         while not self._stopped.wait(CHILD_POLL_SECONDS):
             code = self._router.poll() if self._router is not None else None
             if code is not None and not self._stopped.is_set():
                 assert self._router is not None
                 raise EngineError(f"the router died (exit {code}).\n{self._router.log_tail()}")
+            if self._producer is not None and self._producer.failure is not None and not self._stopped.is_set():
+                raise self._producer.failure
 
     def generate(self, rollout_id: int) -> Generated:
         """One rollout step: generate, score, normalise, pack."""
-        config = self._config
+        config, begun = self._config, time.monotonic()
         self._check_router()
         self._source.begin_step(rollout_id, trained_through=rollout_id - 1)
-        with user_errors("--rollout-function-path", config.rollout.rollout_function_path, self._rollout):
-            output = self._rollout(self._args, rollout_id, self._source, evaluation=False)
-            if not isinstance(output, RolloutFnTrainOutput):
-                output = RolloutFnTrainOutput(samples=output)
-            samples = list(flat_samples(output.samples))
+        if config.runs_ahead:
+            output = self._producing().take(rollout_id)
+        else:
+            output = self._roll(rollout_id)
+            if self._last_rolled is not None and self._controls:
+                output.metrics["perf/engine_idle_time"] = begun - self._last_rolled
+        self._last_rolled = time.monotonic()
+        samples = list(flat_samples(output.samples))
         self._write_down(rollout_id, output.samples)
+        metrics = dict(output.metrics) | sample_statistics(self._args, samples)
+        own, seconds = self._args.custom_rollout_log_function_path, time.monotonic() - begun
+        if own_function(own, "custom_rollout_log_function_path", rollout_id, self._args, samples, metrics, seconds):
+            metrics = {}
         batches = train_batches(config, self._args, samples, rollout_id)
         self._source.trained(samples, rollout_id)
         return Generated(
             refs=[ray.put(batch) for batch in batches],
-            metrics=dict(output.metrics) | self._source.metrics() | packing_metrics(batches, config.packed_data),
+            metrics=metrics | self._source.metrics() | packing_metrics(batches, config.packed_data),
             samples=[_readable(s) for s in samples[: self._config.logging.log_samples]],
         )
+
+    def _roll(self, rollout_id: int) -> RolloutFnTrainOutput:
+        """What the rollout function makes of one step."""
+        with user_errors("--rollout-function-path", self._config.rollout.rollout_function_path, self._rollout):
+            output = self._rollout(self._args, rollout_id, self._source, evaluation=False)
+            if not isinstance(output, RolloutFnTrainOutput):
+                output = RolloutFnTrainOutput(samples=output)
+            output.samples = list(output.samples)
+            list(flat_samples(output.samples))  # the user's function is to blame for what is no sample
+            return output
+
+    def _producing(self) -> Producer:
+        """What generates ahead of the trainer; begun at the first step, after the first weights."""
+        made: Producer | None = self._producer
+        if made is None:
+            config, version = self._config, self._engines.version or 0
+            numbers = {"first_step": self._first_step, "num_steps": self._num_steps, "bound": config.steps_ahead, "version": version}
+            if config.rollout.rollout_function_path == ROLLOUT_FUNCTION:
+                made = GroupProducer(self._args, self._source, **numbers)
+            else:
+                deadline = config.rollout.rollout_deadline
+                made = StepProducer(self._roll, deadline=deadline, **numbers)
+            made.resume(version)
+            self._producer = made
+        return made
+
+    @contextlib.contextmanager
+    def _held(self) -> Iterator[None]:
+        """Nothing is begun ahead inside."""
+        if self._producer is None:
+            yield
+            return
+        self._producer.pause()
+        try:
+            yield
+        finally:
+            self._producer.resume(self._engines.version or 0)
 
     def _check_router(self) -> None:
         """Requests go to this run's engines alone."""
@@ -147,7 +234,7 @@ class RolloutManager(WatchedActor):
         self._check_router()
         own = self._config.eval.eval_function_path
         flag, path = ("--eval-function-path", own) if own else ("--rollout-function-path", self._config.rollout.rollout_function_path)
-        with user_errors(flag, path, self._eval):
+        with self._held(), user_errors(flag, path, self._eval):
             output = self._eval(self._args, rollout_id, self._source, evaluation=True)
             if not isinstance(output, RolloutFnEvalOutput):
                 output = RolloutFnEvalOutput(data=output)
@@ -159,11 +246,16 @@ class RolloutManager(WatchedActor):
             shown = []
             for data in output.data.values():
                 shown += [_readable(sample) for sample in list(data.get("samples", []))[: self._config.logging.log_samples]]
-            return dict(output.metrics), shown
+            metrics = dict(output.metrics)
+        own = self._args.custom_eval_rollout_log_function_path
+        if own_function(own, "custom_eval_rollout_log_function_path", rollout_id, self._args, output.data, metrics):
+            metrics = {}
+        return metrics, shown
 
     def save(self, path: str, step: int) -> None:
         """Write the data's part of the commit of `step`: the data source's state, and the place in the ledger."""
-        self._source.save(path, step)
+        with self._held():
+            self._source.save(path, step)
 
     def _source_errors(self, source_class: type) -> contextlib.AbstractContextManager[None]:
         return user_errors("--data-source-path", self._config.data.data_source_path, source_class)
@@ -171,6 +263,8 @@ class RolloutManager(WatchedActor):
     def stop(self) -> None:
         """End the router."""
         self._stopped.set()
+        if self._producer is not None:
+            self._producer.close()
         if self._source is not None:
             self._source.close()
         if self._router is not None:
@@ -243,6 +337,18 @@ class RolloutClient:
     def generate(self, rollout_id: int) -> Generated:
         """One rollout step."""
         return self._call(self._manager.generate, rollout_id, phase=f"rollout {rollout_id}", deadline=self._deadline)
+
+    def begin(self, first_step: int, num_steps: int) -> None:
+        """Say which steps will be asked for."""
+        self._call(self._manager.begin, first_step, num_steps, phase="begin", deadline=60.0)
+
+    def before_sync(self) -> None:
+        """Say that the engines will get new weights; returns when they may."""
+        self._call(self._manager.before_sync, phase="finishing what is in flight before a weight sync", deadline=self._deadline)
+
+    def weights_sent(self, version: int) -> None:
+        """Say that the engines hold the weights of `version`."""
+        self._call(self._manager.weights_sent, version, phase=f"weights of version {version}", deadline=60.0)
 
     def evaluate(self, rollout_id: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """The held-out files with the current weights."""

@@ -1,4 +1,4 @@
-"""From what a rollout function returned to the trainers' batches, with the user's reward hook."""
+"""From what a rollout function returned to the trainers' batches, with the user's hooks on the way."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vime.packing.build import build_train_batches
 from vime.types import TrainBatch
 from vime.utils.types import Sample
 
-__all__ = ["flat_samples", "train_batches"]
+__all__ = ["flat_samples", "own_function", "train_batches"]
 
 
 def train_batches(config: RunConfig, args: Any, samples: list[Sample], rollout_id: int) -> list[TrainBatch]:
@@ -25,18 +25,18 @@ def train_batches(config: RunConfig, args: Any, samples: list[Sample], rollout_i
         reward=config.reward,
         dp_size=config.data_parallel_size,
         args=args,
-        processed_rewards=_processed_rewards(config, args, samples),
+        processed_rewards=own_function(args.custom_reward_post_process_path, "custom_reward_post_process_path", args, samples),
+        train_data=own_function(args.custom_convert_samples_to_train_data_path, "custom_convert_samples_to_train_data_path", args, samples),
     )
 
 
-def _processed_rewards(config: RunConfig, args: Any, samples: list[Sample]) -> Any:
-    """(raw, rewards) of the user's function; None when there is none and groups are normalised."""
-    path = config.reward.custom_reward_post_process_path
+def own_function(path: str | None, kind: str, *values: Any) -> Any:
+    """What the user's function of this kind returns; None when there is none. HookError when it raises."""
     if path is None:
         return None
-    function = load_hook(path, "custom_reward_post_process_path")
-    with hook_errors("--custom-reward-post-process-path", path, function):
-        return function(args, samples)
+    function = load_hook(path, kind)
+    with hook_errors(f"--{kind.replace('_', '-')}", path, function):
+        return function(*values)
 
 
 def flat_samples(groups: Iterable[Any]) -> Iterable[Sample]:

@@ -62,6 +62,8 @@ class EngineClient:
             sampling_params: slime's names (max_new_tokens, ...) or vLLM's.
             session_id: keeps a session on one engine where the router's policy does so; a retry goes elsewhere.
 
+        When the scope is stopped nothing is sent, and the reply is empty and ABORTED.
+
         Raises:
             EngineError: refused (4xx), or still failing after the retries, or the reply is torn.
             DeadlineError: no reply within --rollout-request-timeout, in the last try either.
@@ -70,6 +72,8 @@ class EngineClient:
         payload = {"token_ids": token_ids, "sampling_params": engine_sampling_params(sampling_params)}
         headers = {SESSION_HEADER: session_id} if session_id else None
         async with self.scope.slot(self.url):
+            if self.scope.stopped:
+                return _nothing(sampling_params)
             reply = await request_json(self.scope.open(), "POST", self.url, payload, policy=self.scope.policy, first_try_headers=headers)
         return parse_reply(reply, self.url, kept=bool(sampling_params.get("kept_tokens")))
 
@@ -86,8 +90,16 @@ class EngineClient:
         payload = {"token_ids": token_ids, "sampling_params": {**engine_sampling_params(sampling_params), "n": count}}
         headers = {SESSION_HEADER: session_id} if session_id else None
         async with self.scope.slot(self.url, count):
+            if self.scope.stopped:
+                return [_nothing(sampling_params) for _ in range(count)]
             reply = await request_json(self.scope.open(), "POST", self.url, payload, policy=self.scope.policy, first_try_headers=headers)
         return parse_replies(reply, count, self.url, kept=bool(sampling_params.get("kept_tokens")))
+
+
+def _nothing(sampling_params: dict[str, Any]) -> Generation:
+    """The reply to a request that was not sent, because the step had what it needed."""
+    kept: list[list[int]] | None = [] if sampling_params.get("kept_tokens") else None
+    return Generation(token_ids=[], log_probs=[], weight_versions=[], status=Sample.Status.ABORTED, kept=kept)
 
 
 def engine_sampling_params(params: dict[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import Any
 
 from vime.errors import ConfigError
 from vime.hooks import accepts, load_hook
+from vime.rollout.engine_access import EngineAccess
 from vime.rollout.engine_client import EngineClient
 from vime.rollout.resources import RolloutResources
 from vime.rollout.rm_hub.scoring import REWARD_RESOURCES
@@ -39,7 +40,7 @@ class GenerateState:
     semaphore: RequestLimit  # requests in flight; held by `generate` and `post` while a request runs, by nobody else
     client: EngineClient
     sampling_params: dict[str, Any]  # slime's names
-    aborted: bool
+    rollout_id: int | None  # the step that is generated for, where that is known
 
     def __new__(cls, args: Any, resources: RolloutResources | None = None) -> GenerateState:
         """The state of the rollout that runs in this task, when it has the same `args`; else a new one."""
@@ -53,7 +54,7 @@ class GenerateState:
     def _setup(self, args: Any, resources: RolloutResources) -> None:
         self.args = args
         self.resources = resources
-        self.aborted = False
+        self.rollout_id = None
         self.semaphore = RequestLimit(args.vllm_server_concurrency * max(1, args.num_engines))
         self.client = EngineClient(
             HttpScope(
@@ -83,6 +84,30 @@ class GenerateState:
     def tokenizer(self) -> Any:
         """The model's tokenizer."""
         return self.resources.tokenizer
+
+    @property
+    def aborted(self) -> bool:
+        """Whether the step has what it needs: nothing more is sent, and what is unfinished becomes ABORTED."""
+        return self.client.scope.stopped
+
+    @aborted.setter
+    def aborted(self, value: bool) -> None:
+        self.client.scope.stopped = value
+
+    @property
+    def engines(self) -> EngineAccess:
+        """The run's engines; without effect where the run has none of its own."""
+        return getattr(self.args, "engine_access", None) or EngineAccess()
+
+    def sample_hooks(self) -> list[tuple[str, Any]]:
+        """(path, function) of each --rollout-sample-hook-path, in their order."""
+        found = []
+        for path in self.args.rollout_sample_hook_path:
+            key = (path, "rollout_sample_hook_path")
+            if key not in self.resources.hooks:
+                self.resources.hooks[key] = load_hook(*key)
+            found.append((path, self.resources.hooks[key]))
+        return found
 
     def generate_hook(self, path: str) -> tuple[Any, bool]:
         """The custom generate function at `path`, and whether it takes `evaluation`."""

@@ -7,6 +7,7 @@ group ─▶ each member: generate (engine, or the custom function) ─▶ rewar
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Coroutine, Iterable, Iterator
 from typing import Any
 
@@ -24,6 +25,7 @@ __all__ = ["all_or_cancel", "generate", "generate_and_rm", "generate_and_rm_grou
 
 Status = Sample.Status
 FLAG = "--custom-generate-function-path"
+HOOK_FLAG = "--rollout-sample-hook-path"
 DONE = (Status.COMPLETED, Status.TRUNCATED)
 
 
@@ -32,7 +34,8 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
 
     A sample without tokens is encoded from its prompt first. The engine may generate what `max_new_tokens` and
     --rollout-max-context-len leave; when that is nothing the sample is TRUNCATED as it is. A generation that the engine
-    cut off (ABORTED) is continued, --rollout-request-retries times at most.
+    cut off (ABORTED) is continued, --rollout-request-retries times at most; in a step that has what it needs
+    (`GenerateState.aborted`) it is left ABORTED, to be continued from its tokens in a later step.
 
     Raises:
         EngineError, DeadlineError, GenerationError: see `EngineClient.generate`.
@@ -50,7 +53,7 @@ async def _continue(state: GenerateState, sample: Sample, sampling_params: dict[
     """Continue `sample` until it is not cut off, `tries` times at most."""
     for _ in range(tries):
         await continue_sample(state, sample, sampling_params)
-        if sample.status is not Status.ABORTED:
+        if sample.status is not Status.ABORTED or state.aborted:
             break
 
 
@@ -64,6 +67,9 @@ async def generate_and_rm(args: Any, sample: Sample, sampling_params: dict[str, 
     if is_done(sample, args):
         return sample
     state = GenerateState(args)
+    if state.aborted:
+        sample.status = Status.ABORTED
+        return sample
     path = sample.generate_function_path or args.custom_generate_function_path
     result: Sample | list[Sample]
     if path:
@@ -74,15 +80,20 @@ async def generate_and_rm(args: Any, sample: Sample, sampling_params: dict[str, 
         _check_result(result, sample, path)
     else:
         result = await generate(args, sample, dict(sampling_params))
-    await _score(args, result, sample, evaluation)
-    return result
+    return await _finish(state, result, sample, evaluation)
 
 
-async def _score(args: Any, result: Sample | list[Sample], sample: Sample, evaluation: bool) -> None:
-    """Rewards, and a teacher's log-probs, for what was generated for `sample`."""
+async def _finish(state: GenerateState, result: Sample | list[Sample], sample: Sample, evaluation: bool) -> Sample | list[Sample]:
+    """Hooks, rewards and a teacher's log-probs for what was generated for `sample`; nothing for what is to be continued later."""
+    args = state.args
     parts = list(segments([result]))
     if any(part.status is Status.ABORTED for part in parts):
+        if state.aborted:
+            return result
         raise GenerationError(f"sample {sample.index} was cut off by the engine, and again when it was continued.")
+    if args.rollout_sample_hook_path:
+        parts = [await _hooked(state, part, evaluation) for part in parts]
+        result = parts if isinstance(result, list) else parts[0]
     if not args.group_rm:
         unscored = [part for part in parts if part.reward is None and part.status is not Status.FAILED]
         rewards = await all_or_cancel(async_rm(args, part, evaluation) for part in unscored)
@@ -90,12 +101,29 @@ async def _score(args: Any, result: Sample | list[Sample], sample: Sample, evalu
             part.reward = reward
     if needs_teacher(args, evaluation=evaluation):
         await ask_teacher(args, parts)
+    return result
+
+
+async def _hooked(state: GenerateState, part: Sample, evaluation: bool) -> Sample:
+    """The sample after all --rollout-sample-hook-path: one of them may return another in its place."""
+    for path, function in state.sample_hooks():
+        where = f"{HOOK_FLAG} {path}, sample {part.index}"
+        with hook_errors(HOOK_FLAG, path, function):
+            made = function(state.args, part, rollout_id=state.rollout_id, evaluation=evaluation)
+            made = await made if inspect.isawaitable(made) else made
+        if made is not None:
+            if not isinstance(made, Sample):
+                raise HookError(f"{where}: it returned a {type(made).__name__}; it must return a Sample, or None for the one it was given.")
+            part = made
+        _check_lengths(part, where)
+    return part
 
 
 async def generate_and_rm_group(args: Any, group: Group, sampling_params: dict[str, Any], evaluation: bool = False) -> Group:
     """Generate and score the members of one group, all at once.
 
-    A member whose engine, tool or judge failed comes back FAILED, the cause in `metadata["failure"]`.
+    A member whose engine, tool or judge failed comes back FAILED, the cause in `metadata["failure"]`. In a step that has what
+    it needs (`GenerateState.aborted`) members come back ABORTED: the group is unfinished, and may be given in again.
 
     Raises:
         GenerationError: no member could be had, or the group's judge (--group-rm) failed.
@@ -111,6 +139,8 @@ async def generate_and_rm_group(args: Any, group: Group, sampling_params: dict[s
     if not good:
         causes = sorted({str(part.metadata.get("failure", "its generate function set FAILED")) for part in segments(done)})
         raise GenerationError(f"none of the {len(group)} samples of group {_group_id(group)} could be had: {'; '.join(causes)}")
+    if any(part.status is Status.ABORTED for part in good):
+        return done
     unscored = [part for part in good if part.reward is None]
     if args.group_rm and unscored:
         try:
@@ -144,9 +174,9 @@ async def _answered(state: GenerateState, member: Sample, sampling_params: dict[
     if member.status is Status.PENDING:
         return await _member(state.args, member, sampling_params, evaluation)
     try:
-        if member.status is Status.ABORTED:
+        if member.status is Status.ABORTED and not state.aborted:
             await _continue(state, member, sampling_params, state.args.rollout_request_retries)
-        await _score(state.args, member, member, evaluation)
+        return await _finish(state, member, member, evaluation)
     except (GenerationError, PeerError) as error:
         _mark_failed(member, error)
     return member

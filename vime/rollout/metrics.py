@@ -15,8 +15,8 @@ from vime.utils.types import Sample
 __all__ = ["eval_metrics", "rollout_metrics"]
 
 
-def rollout_metrics(args: Any, groups: Sequence[Group], *, seconds: float) -> dict[str, float]:
-    """Metrics of the groups that are trained on.
+def rollout_metrics(args: Any, groups: Sequence[Group], *, seconds: float, version: int | None = None) -> dict[str, float]:
+    """Metrics of the groups that are trained on, by weights of `version` (None: of the newest token's).
 
     rollout/response_len/{mean,median,max,min}  generated and tool tokens of a response
     rollout/total_tokens            response tokens of all samples
@@ -24,7 +24,8 @@ def rollout_metrics(args: Any, groups: Sequence[Group], *, seconds: float) -> di
     rollout/raw_reward              mean reward
     rollout/zero_std/count_{r}      groups whose members all got r
     rollout/failed_samples          members that could not be had, in groups that were kept
-    rollout/staleness/{mean,max}    weight versions between a token and the newest token, over samples
+    rollout/staleness/{mean,max}    weight versions from a sample's oldest token to the weights that are trained, over samples
+    rollout/mixed_versions          share of samples with tokens of several weight versions
     rollout/top_p_kept_vocab_per_token  tokens that top-k and top-p sampling left to choose from, mean over sampled tokens
     perf/tokens_per_gpu_per_sec     response tokens per second and engine device
     perf/effective_tokens_per_gpu_per_sec  the same, trained tokens only
@@ -44,7 +45,7 @@ def rollout_metrics(args: Any, groups: Sequence[Group], *, seconds: float) -> di
         "rollout/raw_reward": statistics.fmean(rewards),
         "rollout/failed_samples": float(len(everyone) - len(good)),
         **_zero_std(args, groups),
-        **_staleness(good),
+        **_staleness(good, version),
         **_kept(good),
         "perf/tokens_per_gpu_per_sec": sum(lengths) * rate / devices,
         "perf/effective_tokens_per_gpu_per_sec": sum(part.effective_response_length for part in good) * rate / devices,
@@ -92,11 +93,15 @@ def _zero_std(args: Any, groups: Sequence[Group]) -> dict[str, float]:
     return {name: float(count) for name, count in same.items()}
 
 
-def _staleness(samples: Sequence[Sample]) -> dict[str, float]:
+def _staleness(samples: Sequence[Sample], trained: int | None) -> dict[str, float]:
     """Versions that are numbers only: before the first sync the engine says "default"."""
-    oldest = [min(versions) for sample in samples if (versions := [int(v) for v in sample.weight_versions if v.isdigit()])]
-    if not oldest:
+    seen = [versions for sample in samples if (versions := {int(v) for v in sample.weight_versions if v.isdigit()})]
+    if not seen:
         return {}
-    newest = max(int(v) for sample in samples for v in sample.weight_versions if v.isdigit())
-    behind = [newest - version for version in oldest]
-    return {"rollout/staleness/mean": statistics.fmean(behind), "rollout/staleness/max": float(max(behind))}
+    newest = max(max(versions) for versions in seen) if trained is None else trained
+    behind = [newest - min(versions) for versions in seen]
+    return {
+        "rollout/staleness/mean": statistics.fmean(behind),
+        "rollout/staleness/max": float(max(behind)),
+        "rollout/mixed_versions": _share(len(versions) > 1 for versions in seen),
+    }

@@ -74,13 +74,15 @@ class TrackedSource:
         run_dir: folder of the ledger.
         log_dir: that of metrics.jsonl, for the audit.
         load: a commit's folder of `save` to go on from; None begins anew.
+        steps_ahead: steps that a group may be generated ahead.
 
     Raises:
         CheckpointError: what `load` holds, or the ledger, is missing, torn or of another run.
     """
 
-    def __init__(self, inner: Any, path: str, *, run_dir: Path, log_dir: Path, load: Path | None) -> None:
+    def __init__(self, inner: Any, path: str, *, run_dir: Path, log_dir: Path, load: Path | None, steps_ahead: int = 0) -> None:
         self._inner, self._path = inner, path
+        self._overdue = OVERDUE_STEPS + steps_ahead
         self._lock = threading.RLock()
         self._out: dict[int, _Out] = {}
         self._returning: list[Group] = []
@@ -183,9 +185,9 @@ class TrackedSource:
             if hasattr(self._inner, "rollout_id"):
                 self._inner.rollout_id = step
             self._settle(trained_through)
-            overdue = [n for n, out in self._out.items() if out.trained_at is None and out.taken_at + OVERDUE_STEPS < step]
+            overdue = [n for n, out in self._out.items() if out.trained_at is None and out.taken_at + self._overdue < step]
             for number in overdue:
-                self.end_group(self._out[number].group(), State.DROPPED, f"{NOT_RETURNED} within {OVERDUE_STEPS} steps")
+                self.end_group(self._out[number].group(), State.DROPPED, f"{NOT_RETURNED} within {self._overdue} steps")
 
     def save(self, folder: str, step: int) -> None:
         """Write the data's part of the commit of `step` into `folder`."""

@@ -97,6 +97,7 @@ class HttpScope:
     policy: RetryPolicy = field(default_factory=RetryPolicy)
     session: aiohttp.ClientSession | None = None
     lent: aiohttp.ClientSession | None = None  # somebody else's, who will close it; goes before a session of our own
+    stopped: bool = False  # no further request shall be sent to generate: what is unfinished is to be continued later
 
     def open(self) -> aiohttp.ClientSession:
         """The session; made at the first call, which must come from the event loop that will use it."""

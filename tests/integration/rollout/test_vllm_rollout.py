@@ -16,7 +16,8 @@ from vime.backends.vllm_utils.router import RouterServer
 from vime.errors import EngineError, GenerationError
 from vime.packing.pack import KeptTokens
 from vime.rollout.data_source import RolloutDataSourceWithBuffer
-from vime.rollout.vllm_rollout import GenerateState, generate_rollout
+from vime.rollout.engine_access import EngineAccess
+from vime.rollout.vllm_rollout import GenerateState, generate, generate_rollout
 from vime.utils.types import Sample
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
@@ -174,3 +175,45 @@ def test_a_teacher_server_gives_its_log_probs_of_what_was_sampled(rolled: Any, e
     output, _ = rolled(use_opd=True, opd_type="vllm", opd_teacher_url=engine.endpoint.url)
     for sample in samples_of(output):
         assert sample.teacher_log_probs == pytest.approx(sample.rollout_log_probs, abs=1e-4)
+
+
+async def long_for_one_group(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """Group 1 has long responses."""
+    longer = {"max_new_tokens": 400, "ignore_eos": True} if sample.group_index == 1 else {}
+    return await generate(args, sample, sampling_params | longer)
+
+
+def test_a_response_that_was_cut_off_goes_on_from_its_tokens(router: RouterServer, engine: Any, tiny_model: Path, prompts: Path) -> None:
+    """The engine's log-probs on both sides of the cut are transformers' of the whole text, to 1e-4."""
+    from transformers import AutoModelForCausalLM
+
+    flags = {"over_sampling_batch_size": 3, "partial_rollout": True, "rollout_batch_size": 2, "rollout_max_context_len": 500}
+    paths = {"custom_generate_function_path": f"{__name__}.long_for_one_group", "custom_rm_path": f"{HERE}.parity_reward"}
+    data = {"hf_checkpoint": str(tiny_model), "prompt_data": str(prompts), "label_key": "label", "apply_chat_template": True}
+    runtime = {"vllm_router_ip": router.host, "vllm_router_port": router.port, "engine_access": EngineAccess(engine.control.abort)}
+    args = make_args(runtime, n_samples_per_prompt=2, rollout_max_response_len=4, **flags, **paths, **data)
+    for _ in range(5):  # the long group may be finished before the others on a machine that is busy elsewhere
+        source = RolloutDataSourceWithBuffer(args)
+        try:
+            generate_rollout(args, 0, source)
+            (waiting,) = source.buffer
+            before = [list(sample.tokens) for sample in waiting]
+            lengths = [sample.response_length for sample in waiting]
+            again = generate_rollout(args, 1, source)
+            while source.buffer and source.buffer[0][0].group_index == 1:
+                again = generate_rollout(args, 2, source)
+        finally:
+            source.close()
+        if waiting[0].group_index == 1 and 0 < min(lengths) < 400:
+            break
+    assert waiting[0].group_index == 1
+    group = next(group for group in again.samples if group[0].group_index == 1)
+    assert [sample.response_length for sample in group] == [400, 400]
+    assert [sample.tokens[: len(old)] for sample, old in zip(group, before, strict=True)] == before
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    for sample in group:
+        tokens = torch.tensor(sample.tokens)
+        with torch.no_grad():
+            logits = model(tokens[None]).logits[0, -sample.response_length - 1 : -1]
+        expected = torch.log_softmax(logits.float(), -1).gather(1, tokens[-sample.response_length :, None])[:, 0]
+        assert sample.rollout_log_probs == pytest.approx(expected.tolist(), abs=1e-4)

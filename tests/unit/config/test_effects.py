@@ -29,7 +29,7 @@ ALWAYS = frozenset(  # fields that some part of every run reads, or that the use
         "apply_chat_template_kwargs bad_row_policy rollout_shuffle rollout_seed num_rollout num_epoch rollout_batch_size "
         "n_samples_per_prompt global_batch_size num_steps_per_rollout use_dynamic_batch_size max_tokens_per_gpu data_source_path "
         "rollout_function_path rollout_max_context_len rollout_max_prompt_len rollout_deadline "
-        "custom_reward_post_process_path custom_convert_samples_to_train_data_path eval_prompt_data eval_config "
+        "custom_convert_samples_to_train_data_path eval_prompt_data eval_config "
         "compute_advantages_and_returns save load use_tensorboard use_wandb log_samples log_dir log_passrate log_multi_turn "
         "log_reward_category log_correct_samples custom_rollout_log_function_path debug_train_only debug_rollout_only "
         "load_debug_rollout_data dump_details"
@@ -68,6 +68,20 @@ def test_a_run_without_needless_flags_is_valid(valid, base):
         ({"use_stateless_adam": True}, {"reset_optimizer_states": True}, "--reset-optimizer-states", "--use-stateless-adam"),
         (SFT, {"use_rollout_entropy": True}, "--use-rollout-entropy", "--loss-type sft_loss"),
         (SFT, {"custom_megatron_before_log_prob_hook_path": "a.b"}, "--custom-megatron-before-log-prob-hook-path", "--loss-type sft_loss"),
+        ({}, {"partial_rollout": True}, "--partial-rollout", "--over-sampling-batch-size"),
+        ({}, {"mask_offpolicy_in_partial_rollout": True}, "--mask-offpolicy-in-partial-rollout", "--partial-rollout"),
+        (
+            {"vllm_enable_deterministic_inference": True, "over_sampling_batch_size": 8},
+            {"partial_rollout": True},
+            "--partial-rollout",
+            "--vllm-enable-deterministic-inference",
+        ),
+        (
+            {"custom_convert_samples_to_train_data_path": "a.b"},
+            {"custom_reward_post_process_path": "a.b"},
+            "--custom-reward-post-process-path",
+            "--custom-convert-samples-to-train-data-path",
+        ),
         (SFT, {"entropy_coef": 0.1}, "--entropy-coef", "--loss-type sft_loss"),
         (SFT, {"eps_clip": 0.1}, "--eps-clip", "--loss-type sft_loss"),
         (SFT, {"eps_clip_high": 0.1}, "--eps-clip-high", "--loss-type sft_loss"),
@@ -149,6 +163,7 @@ def test_every_setting_of_the_table_can_be_and_not_be(valid):
         change(valid, use_tensorboard=True, save="run", use_wandb=True, wandb_group="g", use_dynamic_batch_size=True, use_kl_loss=True),
         change(valid, **EVAL, eval_temperature=0.0, num_rollout=0, rollout_function_path="a.b", rm_type="remote_rm", lora_rank=8),
         change(valid, partial_rollout=True, max_weight_staleness=1, use_fault_tolerance=True, device="cuda", advantage_estimator="ppo"),
+        change(valid, vllm_enable_deterministic_inference=True, custom_convert_samples_to_train_data_path="a.b"),
         change(valid, advantage_estimator="cispo", use_tis=True, use_opsm=True, use_opd=True, overlong_buffer_len=8),
         change(valid, use_tis=True, tis_mode="clip", use_rs=True, calculate_per_token_loss=True, custom_advantage_function_path="a.b"),
         change(valid, loss_type="custom_loss", custom_loss_function_path="a.b", use_stateless_adam=True),

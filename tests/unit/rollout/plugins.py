@@ -178,3 +178,25 @@ def raising_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bo
 def rollout_of_numbers(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
     """Returns no samples."""
     return [[1, 2]]
+
+
+def shout(args: Any, sample: Sample, *, rollout_id: int | None = None, evaluation: bool = False) -> None:
+    """Notes the step it was called in."""
+    sample.metadata["hooked"] = [rollout_id, evaluation]
+
+
+async def replaced(args: Any, sample: Sample, *, rollout_id: int | None = None, evaluation: bool = False) -> Sample:
+    """Another sample in its place."""
+    other = copy.deepcopy(sample)
+    other.metadata["hooked"] = [*other.metadata["hooked"], "replaced", sample.reward]
+    return other
+
+
+def returns_a_word(args: Any, sample: Sample, *, rollout_id: int | None = None, evaluation: bool = False) -> Any:
+    """No sample."""
+    return "no"
+
+
+def all_seen(args: Any, all_samples: list[Any], data_source: Any) -> None:
+    """Keeps what it saw in the data source."""
+    data_source.metadata["seen"] = [group[0].group_index for group in all_samples]

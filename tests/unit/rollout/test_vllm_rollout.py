@@ -247,3 +247,26 @@ def test_the_synchronous_entry_refuses_to_block_an_event_loop(model_dir: Path) -
 
     with pytest.raises(HookError, match="await generate_rollout_async"):
         run(inside())
+
+
+def test_sample_hooks_run_in_order_before_the_reward(model_dir: Path, tokenizer: Any, prompts: Path) -> None:
+    hooks = {"rollout_sample_hook_path": [f"{HERE}.shout", f"{HERE}.replaced"]}
+    rollout = Rollout(model_dir, prompts, echo(tokenizer), **hooks)
+    assert all(sample.metadata["hooked"] == [3, False, "replaced", None] for group in rollout.output.samples for sample in group)
+    assert rollout.output.metrics["rollout/raw_reward"] == 1.0
+    rollout = Rollout(model_dir, prompts, echo(tokenizer), evaluation=True, eval_prompt_data=["sums", str(prompts)], **hooks)
+    assert all(sample.metadata["hooked"][1] is True for sample in rollout.output.data["sums"]["samples"])
+
+
+def test_a_sample_hook_that_returns_no_sample_is_named(model_dir: Path, tokenizer: Any, prompts: Path) -> None:
+    with pytest.raises(HookError, match=r"--rollout-sample-hook-path .*returns_a_word, sample \d+: it returned a str"):
+        Rollout(model_dir, prompts, echo(tokenizer), rollout_sample_hook_path=[f"{HERE}.returns_a_word"])
+
+
+def test_all_groups_of_a_step_are_shown_those_that_were_dropped_too(model_dir: Path, tokenizer: Any, prompts: Path) -> None:
+    flags = {"dynamic_sampling_filter_path": f"{HERE}.drop_odd_groups", "rollout_all_samples_process_path": f"{HERE}.all_seen"}
+    rollout = Rollout(model_dir, prompts, echo(tokenizer), **flags)
+    seen = rollout.source.metadata["seen"]
+    assert set(rollout.order) < set(seen)
+    assert seen == sorted(seen)
+    assert any(index % 2 for index in seen)

@@ -353,14 +353,15 @@ class MegatronTrainer:
         self._held = self._hold_roles(chunks)
         if filled:
             self._fill(chunks, str(self._config.model.hf_checkpoint))
+        versions = max(2, self._config.rollout.max_weight_staleness + 1)
         self._weights = HFWeights(parameters_by_name(chunks), self._ops, self._ranks)
         if self._config.lora.lora_rank is None:
-            self._sent = SentVersions(self._held)
+            self._sent = SentVersions(self._held, count=versions)
             self._freeze(chunks)
         else:
             self._adapters = RunAdapters(self._config, chunks, self._ops, self._ranks, self._weights)
             self._model_config.adapter_dropout = self._config.lora.lora_dropout  # type: ignore[attr-defined]  # where `forward_logits` looks
-            self._sent = SentVersions(HeldWeights(chunks, is_adapter))
+            self._sent = SentVersions(HeldWeights(chunks, is_adapter), count=versions)
 
     def _fill(self, chunks: Sequence[torch.nn.Module], folder: str) -> None:
         load_hf_weights(chunks, folder, self._ops, self._shape, ranks=self._ranks)

@@ -68,7 +68,7 @@ def _host(tensor: torch.Tensor) -> torch.Tensor:
 class SentVersions:
     """The weights of the last versions that were sent to the engines: the old policy of data that is older than the policy.
 
-    `held` keeps them. Two are enough for data that is one version behind, as slime's rollout_actor and old_actor are.
+    `held` keeps them: `count`, one more than data may be versions behind. Two are slime's rollout_actor and old_actor.
     """
 
     def __init__(self, held: HeldWeights, *, count: int = 2) -> None:

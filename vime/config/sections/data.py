@@ -22,8 +22,6 @@ ROLLOUT_FUNCTION = "vime.rollout.vllm_rollout.generate_rollout"
 SFT_FUNCTION = "vime.rollout.sft_rollout.generate_rollout"
 RECORDED_FUNCTION = "vime.rollout.recorded.generate_rollout"
 DATA_SOURCE = "vime.rollout.data_source.RolloutDataSourceWithBuffer"
-PARTIAL = "a rollout step ends when its requests have ended. Leave it out."
-IN_STEP = "generation and training take turns. Leave it out."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +92,6 @@ class RolloutConfig:
         "Called on each sample before its reward: fn(args, sample, *, rollout_id=None, evaluation=False).",
         many=True,
         type=str,
-        not_yet="give --custom-generate-function-path and do it there.",
     )
     rollout_temperature: float = opt(1.0, "Sampling temperature.", gt=0)
     rollout_top_p: float = opt(1.0, "Nucleus sampling: probability mass kept.", gt=0, le=1)
@@ -120,12 +117,16 @@ class RolloutConfig:
         None,
         "Sees all samples of a step, dropped ones too: fn(args, all_samples, data_source).",
         type=str,
-        not_yet="--rollout-sample-filter-path sees the groups that are trained on.",
     )
-    partial_rollout: bool = opt(False, "Unfinished responses go back to the buffer and are continued later.", not_yet=PARTIAL)
-    mask_offpolicy_in_partial_rollout: bool = opt(False, "Tokens that an earlier policy generated do not enter the loss.", not_yet=PARTIAL)
+    partial_rollout: bool = opt(False, "Unfinished responses go back to the buffer and are continued later.")
+    mask_offpolicy_in_partial_rollout: bool = opt(False, "Tokens that an earlier policy generated do not enter the loss.")
     max_weight_staleness: int = opt(
-        0, "Weight versions that a trained sample may be behind; 0 = generation and training take turns.", ge=0, not_yet=IN_STEP
+        0, "Weight versions that a trained sample may be behind; 0 = generation and training take turns.", ge=0, le=64
+    )
+    stale_groups: str = opt(
+        "wait",
+        "A group that will be over that bound is waited for; or, once it is over, generated anew or dropped.",
+        choices=("wait", "reissue", "drop"),
     )
     rollout_request_timeout: float = opt(600.0, "Seconds one generation request may take.", gt=0)
     rollout_request_retries: int = opt(3, "Further tries of a request after a connection error or a 5xx.", ge=0)
@@ -154,7 +155,6 @@ class RewardConfig:
         None,
         "Replaces the conversion of samples to training data: fn(args, samples) -> dict.",
         type=str,
-        not_yet="samples become training data by their own fields. Set those in --custom-generate-function-path.",
     )
 
 

@@ -9,7 +9,6 @@ from vime.config.fields import opt
 __all__ = ["CheckpointConfig", "LoraConfig", "ModelConfig", "WeightUpdateConfig"]
 
 SYNC = "each sync sends all weights through shared memory on one host. Leave it out."
-IN_TURN = "weights are synced after each rollout step, while no request is in flight. Leave it out."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,9 +98,9 @@ class WeightUpdateConfig:
     custom_update_weight_post_write_path: str | None = opt(
         None, "Called when a version is in the folder, before engines read it: fn(args, version_dir, engines).", type=str, not_yet=SYNC
     )
-    update_weights_interval: int = opt(1, "Sync every N rollout steps.", ge=1, not_yet=IN_TURN)
+    update_weights_interval: int = opt(1, "Sync every N rollout steps, and before an evaluation or a commit.", ge=1)
     update_weight_in_flight: bool = opt(
-        False, "Sync while requests are in flight: they pause, keep their cache and go on with the new weights.", not_yet=IN_TURN
+        False, "Sync while requests are in flight: they pause, keep their tokens and go on with the new weights."
     )
 
 

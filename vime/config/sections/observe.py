@@ -9,7 +9,6 @@ from vime.config.fields import opt
 __all__ = ["DebugConfig", "LoggingConfig"]
 
 WANDB = "metrics go to <log-dir>/metrics.jsonl and, with --use-tensorboard, to TensorBoard."
-STATISTICS = "read it from <save>/samples.jsonl, or return it as a metric of --rollout-function-path."
 PROFILE = "seconds of each phase are metrics (perf/...). Attach a profiler of the system's."
 
 
@@ -33,18 +32,17 @@ class LoggingConfig:
     wandb_run_id: str | None = opt(None, "Run to go on with; default: the one that the commit names.", type=str, not_yet=WANDB)
     log_samples: int = opt(2, "Samples written to <save>/samples.jsonl per step.", ge=0)
     log_dir: str | None = opt(None, "Folder of metrics and process logs; default: --save, else a temporary folder.", type=str, path="new")
-    log_passrate: bool = opt(False, "pass@k of the training samples.", not_yet=STATISTICS)
-    log_multi_turn: bool = opt(False, "Statistics of turns.", not_yet=STATISTICS)
-    log_reward_category: str | None = opt(None, "Entry of a dict reward whose values are counted.", type=str, not_yet=STATISTICS)
-    log_correct_samples: bool = opt(False, "Statistics of the correct samples alone.", not_yet=STATISTICS)
+    log_passrate: bool = opt(False, "pass@k of the training samples.")
+    log_multi_turn: bool = opt(False, "Statistics of turns.")
+    log_reward_category: str | None = opt(None, "Entry of a dict reward whose values are counted.", type=str)
+    log_correct_samples: bool = opt(False, "Statistics of the correct samples alone.")
     custom_rollout_log_function_path: str | None = opt(
         None,
         "Replaces a step's rollout metrics: fn(rollout_id, args, samples, extra_metrics, rollout_time) -> bool.",
         type=str,
-        not_yet=STATISTICS,
     )
     custom_eval_rollout_log_function_path: str | None = opt(
-        None, "The same for evaluation: fn(rollout_id, args, data, extra_metrics) -> bool.", type=str, not_yet=STATISTICS
+        None, "The same for evaluation: fn(rollout_id, args, data, extra_metrics) -> bool.", type=str
     )
 
 
