@@ -134,6 +134,24 @@ def measure(kind: str, trainer: MegatronTrainer, theirs: torch.nn.Module, rounds
     }  # fmt: skip
 
 
+def make_trainer(folder: Path, threads: int, shape: dict[str, Any]) -> tuple[MegatronTrainer, torch.nn.Module]:
+    """One trainer process, and the model of transformers in `folder` from whose weights it starts."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    theirs: Any = Qwen3ForCausalLM(Qwen3Config(**shape))
+    theirs.save_pretrained(folder)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    config = RunConfig(
+        model=s.ModelConfig(hf_checkpoint=str(folder)),
+        training=s.TrainingConfig(train_threads=threads),
+        data=s.DataConfig(num_rollout=1, rollout_batch_size=1),
+    )
+    return MegatronTrainer(config, rank=0, world_size=1, master_addr="127.0.0.1", master_port=port), theirs
+
+
 def main() -> None:
     """The command line; see the module."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
@@ -141,21 +159,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    with tempfile.TemporaryDirectory() as folder, socket.socket() as probe:
-        torch.manual_seed(0)
-        theirs: Any = Qwen3ForCausalLM(Qwen3Config(**MODEL))
-        theirs.save_pretrained(folder)
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-        probe.close()
-        config = RunConfig(
-            model=s.ModelConfig(hf_checkpoint=folder),
-            training=s.TrainingConfig(train_threads=given.threads),
-            data=s.DataConfig(num_rollout=1, rollout_batch_size=1),
-        )
-        trainer = MegatronTrainer(config, rank=0, world_size=1, master_addr="127.0.0.1", master_port=port)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer, theirs = make_trainer(Path(folder), given.threads, MODEL)
         busy = wait_quiet(30.0)
         theirs.train()
         results = {kind: measure(kind, trainer, theirs, given.rounds) for kind in ("even", "groups")}

@@ -25,7 +25,7 @@ from typing import Protocol
 
 from vime.errors import CheckpointError, ResourceError
 
-__all__ = ["LATEST", "Commit", "OpenCommit", "Pending", "begin_commit", "check_commit", "latest_commit"]
+__all__ = ["LATEST", "Commit", "OpenCommit", "Pending", "begin_commit", "check_commit", "commit_of_step", "latest_commit"]
 
 log = logging.getLogger(__name__)
 LATEST = "latest_checkpointed_iteration.txt"
@@ -64,6 +64,15 @@ def latest_commit(folder: Path) -> Commit | None:
         else "No other commit is there: start anew in an empty folder."
     )
     return check_commit(path, named_by=pointer, cure=cure)
+
+
+def commit_of_step(folder: Path, rollout_id: int) -> Commit:
+    """The complete commit of one step. Raises CheckpointError when it is torn, or not there."""
+    path = folder / f"iter_{rollout_id:07d}"
+    if not path.is_dir():
+        there = [str(int(p.parent.name.removeprefix("iter_"))) for p in sorted(folder.glob("iter_???????/commit.json"))]
+        raise CheckpointError(f"{folder} holds no commit of step {rollout_id}; there are: {', '.join(there) or 'none'}.")
+    return check_commit(path)
 
 
 def check_commit(path: Path, *, named_by: Path | None = None, cure: str = "Name another commit.") -> Commit:

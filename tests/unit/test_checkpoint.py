@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import small_files
 from vime.checkpoint import LATEST, begin_commit, latest_commit
 from vime.errors import CheckpointError, ResourceError
 
@@ -155,3 +156,11 @@ def test_an_old_commit_that_cannot_be_removed_is_no_failure_and_no_commit_any_mo
     monkeypatch.undo()
     write(tmp_path, 3)
     assert sorted(p.name for p in tmp_path.glob("iter_*")) == ["iter_0000002", "iter_0000003"]
+
+
+def test_files_that_a_full_disk_refuses_leave_the_earlier_commit_and_nothing_half_written(tmp_path):
+    write(tmp_path, 0, text="small")
+    with small_files(10_000), pytest.raises(ResourceError, match=r"File too large.*Earlier commits are intact. Free space"):
+        write(tmp_path, 1, text="x" * 20_000)
+    assert [p.name for p in tmp_path.glob("iter_*")] == ["iter_0000000"]
+    assert latest_commit(tmp_path).rollout_id == 0

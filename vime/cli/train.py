@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from vime.checkpoint import Commit, latest_commit
+from vime.checkpoint import Commit, commit_of_step, latest_commit
 from vime.cli.record import RunRecord
 from vime.config import RunConfig
 from vime.config.estimators import ESTIMATORS
@@ -77,11 +77,15 @@ def _run(config: RunConfig, commit: Commit | None, log_dir: Path, begun: float) 
             memory.sample()
     finally:
         memory.stop()
-    plotted = plot_rewards(log_dir / "metrics.jsonl", log_dir / "reward.png")
+    curve = log_dir / "reward.png"
+    try:
+        plotted = plot_rewards(log_dir / "metrics.jsonl", curve)
+    except OSError as error:  # all that was trained is saved: no reason to fail
+        plotted = False
+        record.status.say(f"the curve {curve} could not be written: {error}")
     record.status.say(
         f"done in {duration(time.monotonic() - begun)}; peak memory {memory.peak_bytes / 2**30:.2f} GiB resident "
-        f"({memory.peak_processes} processes); metrics in {log_dir / 'metrics.jsonl'}"
-        + (f"; curve in {log_dir / 'reward.png'}" if plotted else "")
+        f"({memory.peak_processes} processes); metrics in {log_dir / 'metrics.jsonl'}" + (f"; curve in {curve}" if plotted else "")
     )
 
 
@@ -109,6 +113,8 @@ def find_start(config: RunConfig) -> Commit | None:
         return commit
     if load is None:
         return None
+    if config.checkpoint.ckpt_step is not None:
+        return commit_of_step(Path(load), config.checkpoint.ckpt_step)
     if (Path(load) / "metadata.json").is_file():  # Megatron's checkpoint by itself: weights, of no step
         return Commit(path=Path(load), rollout_id=-1, weight_version=0)
     commit = latest_commit(Path(load))

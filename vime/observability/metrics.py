@@ -69,9 +69,11 @@ def _write_line(file: Any, record: dict[str, Any]) -> None:
         file.write(json.dumps(record, ensure_ascii=False, default=_plain) + "\n")
         file.flush()
     except OSError as error:
-        raise ResourceError(
-            f"cannot write {file.name}: {error.strerror}. Free space on that disk and run the same command again."
-        ) from error
+        raise _not_written(file.name, error) from error
+
+
+def _not_written(path: str | Path, error: OSError) -> ResourceError:
+    return ResourceError(f"cannot write {path}: {error.strerror}. Free space on that disk and run the same command again.")
 
 
 def _plain(value: Any) -> Any:
@@ -89,8 +91,12 @@ def _drop_steps_from(path: Path, first_step: int) -> None:
     lines = path.read_text(encoding="utf-8").split("\n") if first_step > 0 else []
     kept = [line for line in lines if (step := _step_of(line)) is not None and step < first_step]
     temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-    os.replace(temporary, path)
+    try:
+        temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise _not_written(path, error) from error
 
 
 def _step_of(line: str) -> int | None:

@@ -6,6 +6,7 @@ form, a fan-out as a list of them. Nothing in it is executed, and what is read e
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -45,6 +46,8 @@ def save_groups(template: str, rollout_id: int, groups: Sequence[Any]) -> Path:
         partial.write_text(lines, encoding="utf-8")
         os.replace(partial, path)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink()  # it would take the space that is wanting
         raise ResourceError(
             f"the samples of step {rollout_id} cannot be written to {path} ({error.strerror}). Free space, or name another place with "
             "--save-debug-rollout-data or --dump-details."

@@ -67,6 +67,8 @@ def cases_of(models: dict[str, str], folder: Path) -> dict[int, list[dict[str, A
         {"name": "two_more", "model": path, "first": 2, "count": 2, "load": str(folder / "save_1")},
         {"name": "one_more", **more},
         {"name": "anew", **more, "resume": False, "lr": 8e-4},
+        {"name": "weights_alone", **more, "resume": False, "no_load_optim": True},
+        {"name": "from_export", "model": str(folder / "hf_1"), "first": 2},
         {"name": "longer", **more, "num_rollout": 20},
         {"name": "higher", **more, "lr": 2e-3},
         {"name": "saved_schedule", **more, "lr": 2e-3, "tokens": ["--use-checkpoint-opt-param-scheduler"]},
@@ -86,7 +88,14 @@ def cases_of(models: dict[str, str], folder: Path) -> dict[int, list[dict[str, A
         {"name": "dp2_after", "model": path, "first": 2, "count": 2, "load": str(folder / "behind_dp2")},
         {"name": "dp2_two", "model": path, "count": 2, "refused_save": str(folder / "refused_dp2"), "save": str(folder / "save_dp2")},
         {"name": "dp2_more", "model": path, "first": 2, "count": 2, "load": str(folder / "save_dp2")},
-        {"name": "tp2_two", "model": path, "tokens": sp2, "count": 2, "save": str(folder / "save_tp2")},
+        {
+            "name": "tp2_two",
+            "model": path,
+            "tokens": sp2,
+            "count": 2,
+            "refused_save": str(folder / "refused_tp2"),
+            "save": str(folder / "save_tp2"),
+        },
         {"name": "dp2_from_tp2", "model": path, "first": 2, "count": 2, "load": str(folder / "save_tp2")},
         {"name": "tp2_from_dp2", "model": path, "tokens": tp2, "first": 2, "count": 2, "load": str(folder / "save_dp2")},
         {"name": "tp2_converted", "model": path, "tokens": tp2, "load": str(folder / "converted"), "count": 0},
@@ -142,7 +151,8 @@ def run_all(folder: Path, cases: dict[int, list[dict[str, Any]]]) -> None:
         ports = free_ports(len(listed))
         for rank in range(world):
             log = folder / f"log_{world}_{rank}.txt"
-            env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+            path = os.pathsep.join(filter(None, [str(WORKER.parents[3]), os.environ.get("PYTHONPATH")]))
+            env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
             with log.open("w") as out:
                 processes.append((log, subprocess.Popen(
                     [sys.executable, str(WORKER), str(folder), str(world), str(rank), *ports],

@@ -83,15 +83,24 @@ def test_a_state_saved_in_the_background_is_written_beside_training(results: Res
     assert not [name for name in results(case)["early"] if name.endswith(".distcp") or name == "metadata.json"]
 
 
-@pytest.mark.parametrize("case", ["two_steps", "dp2_two"])
+@pytest.mark.parametrize("case", ["two_steps", "dp2_two", "tp2_two"])
 def test_a_save_that_failed_is_an_error_of_all_ranks_and_the_next_one_is_whole(results: Results, case: str) -> None:
     """Twice, since the garbage collector once ended the process at the second one; what is saved afterwards is resumed below."""
     first, second = results(case)["refused_save"]
     assert first.startswith("ResourceError: no space left on")
     assert "rank 0: [Errno 27] File too large" in first
     assert second == first
-    if case == "dp2_two":
+    if case != "two_steps":
         assert results(case, rank=1)["refused_save"] == [first, second]
+
+
+@pytest.mark.parametrize("case", ["two_steps", "dp2_two", "tp2_two"])
+def test_an_export_that_failed_is_an_error_of_all_ranks_and_costs_no_save(results: Results, case: str) -> None:
+    said = results(case)["refused_export"]
+    assert said.startswith("ResourceError: the Hugging Face folder")
+    assert "File too large" in said
+    if case != "two_steps":
+        assert results(case, rank=1)["refused_export"] == said
 
 
 RESUMED = [("four_steps", "two_more"), ("dp2_four", "dp2_more"), ("four_steps", "two_after"), ("dp2_four", "dp2_after")]
@@ -139,6 +148,14 @@ def test_another_runs_state_gives_weights_and_moments_and_begins_anew(results: R
     assert resumed["metrics"][0]["train/step"] == 3
     assert anew["probe"] == resumed["probe"]
     assert worst(anew["weights"], resumed["weights"]) <= 1e-6
+
+
+def test_another_runs_weights_alone_are_those_of_its_export(results: Results) -> None:
+    alone, export, anew = results("weights_alone"), results("from_export"), results("anew")
+    assert alone["probe"] == anew["probe"]
+    assert alone["step"] == 1
+    assert bitwise(alone["weights"], export["weights"])  # no moments: the same first step as from the exported folder
+    assert not bitwise(alone["weights"], anew["weights"])
 
 
 @pytest.mark.parametrize(("case", "rate"), [("one_more", 8e-4), ("longer", 9e-4), ("higher", 1.6e-3), ("saved_schedule", 8e-4)])

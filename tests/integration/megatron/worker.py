@@ -7,14 +7,15 @@ FOLDER holds `cases_WORLD.json`: a list of {name, model, tokens, actions, ...}. 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import json
 import os
-import resource
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemReader
 
+from tests.limits import small_files
 from vime.backends.megatron_utils import bootstrap
 from vime.backends.megatron_utils.actor import MegatronTrainer
 from vime.backends.megatron_utils.state_writer import StateWriter
@@ -101,23 +103,21 @@ def config_of(case: dict[str, Any]) -> RunConfig:
         data=s.DataConfig(num_rollout=case.get("num_rollout", 10), rollout_batch_size=12),
         cluster=s.ClusterConfig(actor_num_gpus_per_node=2, actor_deadline=120.0),
         rollout=s.RolloutConfig(rollout_temperature=case.get("temperature", 1.0)),
+        checkpoint=s.CheckpointConfig(no_load_optim=case.get("no_load_optim", False)),
         megatron_tokens=tuple(case.get("tokens", ())),
         lora=s.LoraConfig(**case.get("lora", {})),
     )
     return dataclasses.replace(base, algorithm=s.AlgorithmConfig(**case.get("algorithm", {})))
 
 
-def refused_save(trainer: MegatronTrainer, folder: str, *, rank: int) -> str:
+def refused_save(save: Callable[[str], None], folder: str, *, rank: int) -> str:
     """What a save says of which rank 0 may write files of 20 kB only."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if rank == 0:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
     try:
-        trainer.save(folder)
+        with small_files(20_000) if rank == 0 else contextlib.nullcontext():
+            save(folder)
     except VimeError as error:
         return f"{type(error).__name__}: {error}"
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         gc.collect()
     return "none"
 
@@ -188,7 +188,8 @@ def run_case(case: dict[str, Any], *, world: int, rank: int, port: int) -> dict[
         if behind is not None:
             out["early"] = behind.finish()
         if case.get("refused_save"):
-            out["refused_save"] = [refused_save(trainer, case["refused_save"], rank=rank) for _ in range(2)]
+            out["refused_save"] = [refused_save(trainer.save, case["refused_save"], rank=rank) for _ in range(2)]
+            out["refused_export"] = refused_save(trainer.save_hf, case["refused_save"] + "_hf", rank=rank)
         if case.get("save"):
             trainer.save(case["save"])
             out["saved_keys"] = sorted(FileSystemReader(case["save"]).read_metadata().state_dict_metadata)

@@ -2,6 +2,10 @@
 
 import json
 
+import pytest
+
+from tests.limits import small_files
+from vime.errors import ResourceError
 from vime.observability.metrics import MetricsLog, read_metrics
 
 
@@ -60,3 +64,29 @@ def test_tensorboard_shows_a_step_that_ran_again_once(tmp_path):
     events = EventAccumulator(str(tmp_path / "tb"))
     events.Reload()
     assert [(e.step, e.value) for e in events.Scalars("a")] == [(0, 1.0), (1, 5.0), (2, 6.0)]
+
+
+def test_a_full_disk_ends_the_run_with_the_file_and_a_cure_and_the_lines_before_are_kept(tmp_path):
+    log = MetricsLog(tmp_path, first_step=0, tensorboard_dir=tmp_path / "tb")
+    log.log(0, "step", {"a": 0.0})
+    many = {f"metric_{i}": 1.0 for i in range(10_000)}
+    with small_files(50_000), pytest.raises(ResourceError, match=r"cannot write .*metrics.jsonl: File too large. Free space"):
+        log.log(1, "step", many)
+    with small_files(50_000), pytest.raises(ResourceError, match=r"cannot write .*samples.jsonl"):
+        log.log_samples(1, "train", [many])
+    log.close()
+    again = MetricsLog(tmp_path, first_step=1)
+    again.log(1, "step", {"a": 1.0})
+    again.close()
+    assert read_metrics(again.path) == {"a": [(0, 0.0), (1, 1.0)]}
+
+
+def test_a_log_that_cannot_be_taken_up_again_is_an_error_that_says_so(tmp_path):
+    log = MetricsLog(tmp_path, first_step=0)
+    log.log(0, "step", {f"metric_{i}": 1.0 for i in range(10_000)})
+    log.close()
+    before = log.path.read_text()
+    with small_files(50_000), pytest.raises(ResourceError, match=r"cannot write .*metrics.jsonl"):
+        MetricsLog(tmp_path, first_step=1)
+    assert log.path.read_text() == before
+    assert not list(tmp_path.glob("*.tmp"))

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.limits import small_files
 from tests.unit.rollout.support import make_args
 from vime.errors import DataError, ResourceError
 from vime.rollout.recorded import generate_rollout, load_groups, save_groups
@@ -60,3 +61,9 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ResourceError, match=r"cannot be written to .*file/0 .*--save-debug-rollout-data"):
         save_groups(str(tmp_path / "file" / "{rollout_id}"), 0, groups())
+
+
+def test_a_full_disk_leaves_no_half_of_a_recording(tmp_path: Path) -> None:
+    with small_files(100), pytest.raises(ResourceError, match=r"cannot be written \(File too large\)"):
+        save_groups(str(tmp_path / "{rollout_id}"), 0, groups())
+    assert list(tmp_path.iterdir()) == []

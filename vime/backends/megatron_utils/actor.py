@@ -24,7 +24,7 @@ from vime.backends.megatron_utils.arguments import resolve
 from vime.backends.megatron_utils.checkpoint import load_state, start_save
 from vime.backends.megatron_utils.convert.registry import model_ops, model_shape
 from vime.backends.megatron_utils.convert.transfer import HFWeights, Ranks, load_hf_weights, parameters_by_name
-from vime.backends.megatron_utils.convert.writer import HFWriter, copy_small_files, keep_model_files
+from vime.backends.megatron_utils.convert.writer import HFExport, keep_model_files
 from vime.backends.megatron_utils.experts import RoutingTape, routing_metrics
 from vime.backends.megatron_utils.frozen import freeze, trained_names
 from vime.backends.megatron_utils.layout import Layout
@@ -240,20 +240,21 @@ class MegatronTrainer:
             yield from self._weights.buckets(bucket_bytes)
 
     def save_hf(self, path: str) -> None:
-        """Write a Hugging Face folder that `transformers` loads: config, tokenizer files, safetensors in shards."""
-        writer = HFWriter(Path(path)) if dist.get_rank() == 0 else None
-        for bucket in self.hf_weights(EXPORT_BUCKET_BYTES):
-            for name, tensor in bucket:
-                assert writer is not None  # only rank 0 gets tensors
-                writer.add(name, tensor)
-        if writer is not None:
-            source = Path(str(self._config.model.hf_checkpoint))
-            writer.add_carried(source, self._shape.carried)
-            copy_small_files(source, Path(path))
-            writer.close()
+        """Write a Hugging Face folder that `transformers` loads: config, tokenizer files, safetensors in shards.
+
+        Rank 0 writes. Raises on all ranks what it meets: ResourceError when the folder cannot be written.
+        """
+        source = Path(str(self._config.model.hf_checkpoint))
+        export = HFExport(source, Path(path), self._shape.carried) if dist.get_rank() == 0 else None
+        for bucket in self.hf_weights(EXPORT_BUCKET_BYTES):  # to its end, whatever rank 0 meets: the others are sending
+            if export is not None:
+                export.take(bucket)
+        failure = [None if export is None else export.finish()]
+        dist.broadcast_object_list(failure, src=0)
+        if failure[0] is not None:
+            raise failure[0]
         if self._adapters is not None:
             self._adapters.save(Path(path))
-        dist.barrier()
 
     def save(self, path: str) -> None:
         """Write the whole training state: model, optimizer, schedule, random states, step; the reference where it moves."""
@@ -299,10 +300,14 @@ class MegatronTrainer:
     def load(self, path: str, *, resume: bool = True) -> None:
         """Load what `save` wrote, at this or another parallel layout, to go on with that run.
 
-        With `resume` False take weights and optimizer moments only: schedule, random states and step count begin anew.
+        With `resume` False take weights and optimizer moments only (with --no-load-optim no moments either): schedule, random states
+        and step count begin anew.
         """
+        moments = resume or not self._config.checkpoint.no_load_optim
         with self._watched(f"load {path}"):
-            self._step, exact = load_state(path, self._model, self._optimizer, self._schedule, resume=resume, adapters=self._saved_adapters)
+            self._step, exact = load_state(
+                path, self._model, self._optimizer, self._schedule, resume=resume, moments=moments, adapters=self._saved_adapters
+            )
             if self._config.training.use_stateless_adam:
                 drop_moments(self._optimizer)
             self._source = (path, resume)

@@ -40,12 +40,18 @@ def _metadata() -> dict[str, Any]:
     }
 
 
-def _sharded(chunks: Chunks, optimizer: MegatronOptimizer, *, loading: bool, adapters: bool) -> dict[str, Any]:
+def _sharded_weights(chunks: Chunks, *, adapters: bool) -> dict[str, Any]:
     state: dict[str, Any] = {}
     for number, chunk in enumerate(chunks):
         values = chunk.module.sharded_state_dict(metadata=_metadata())
         kept = {name: value for name, value in values.items() if "_extra_state" not in name and (is_adapter(name) or not adapters)}
         state[_name(chunks, number)] = kept
+    return state
+
+
+def _sharded(chunks: Chunks, optimizer: MegatronOptimizer, *, loading: bool, adapters: bool) -> dict[str, Any]:
+    """Weights and optimizer. With `loading` the optimizer's moments are overwritten with what its memory held: all of it must be loaded."""
+    state = _sharded_weights(chunks, adapters=adapters)
     of_model = state if len(chunks) > 1 else state["model"]
     return state | {"optimizer": optimizer.sharded_state_dict(of_model, is_loading=loading, metadata=_metadata())}
 
@@ -108,20 +114,14 @@ def start_save(
     dist.barrier()
     generators: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(generators, _generators())
-    _start_moments(optimizer)
     state = _sharded(chunks, optimizer, loading=False, adapters=adapters is not None)
     state |= {"step": step, "schedule": schedule.state_dict(), "generators": generators, "layout": layout(), "adapters": adapters}
     filesystem_async._results_queue = queue.Queue()  # nothing goes into it: without one Megatron starts a process to hold it
     request = dist_checkpointing.save(state, path, sharded_strategy=Planned(), async_sharded_save=True, async_strategy="mcore")
     assert request is not None
-    del state  # in the background each tensor is let go as it is copied
-    return StateWriter(path, request, background=background)
-
-
-def _start_moments(optimizer: MegatronOptimizer) -> None:
-    """Before the first optimizer step there are no moments: make them, zero as Adam does, so that there is something to save."""
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        part.init_state_fn(part.optimizer, part.config)
+    # The rest was copied on its way: views by Megatron's writer, the optimizer's tensors when they were gathered.
+    held = {t.untyped_storage().data_ptr() for chunk in chunks for t in (*chunk.parameters(), *chunk.module.buffers())}
+    return StateWriter(path, request, held=held if background else None)
 
 
 def load_state(
@@ -131,6 +131,7 @@ def load_state(
     schedule: OptimizerParamScheduler,
     *,
     resume: bool = True,
+    moments: bool = True,
     adapters: dict[str, Any] | None = None,
 ) -> tuple[int, bool]:
     """Load what `start_save` wrote. Collective. Returns (optimizer steps done, whether the random states are those asked for).
@@ -139,7 +140,8 @@ def load_state(
     warm-up and length of the schedule are this command line's (a longer --num-rollout stretches the decay), unless
     --use-checkpoint-opt-param-scheduler asks for the saved ones. Random states are bound to a layout: at another one they stay
     as the seed made them. Without `resume` only weights and optimizer moments are taken; the rest is as at the start of a run. So
-    it is, and without moments, when the folder holds weights alone. `adapters` is what this run's adapters are, None without.
+    it is, and without moments, where `moments` is False or the folder holds weights alone. `adapters` is what this run's adapters are,
+    None without.
 
     Raises CheckpointError for a folder that is missing or torn, ConfigError when the flags make other parameter groups or adapters.
     """
@@ -150,11 +152,10 @@ def load_state(
     except (Exception, CheckpointException) as error:
         raise _unreadable(path, error) from error
     _check_adapters(path, common.get("adapters"), adapters)
+    weights_only = not moments or "step" not in common  # these `vime convert`, or Megatron's own trainer, wrote
     try:
-        weights_only = "step" not in common  # `vime convert`, or Megatron's own trainer, wrote it
-        wanted = _sharded(chunks, optimizer, loading=True, adapters=adapters is not None)
-        if weights_only:
-            del wanted["optimizer"]
+        kind = {"adapters": adapters is not None}
+        wanted = _sharded_weights(chunks, **kind) if weights_only else _sharded(chunks, optimizer, loading=True, **kind)
         state = dist_checkpointing.load(wanted, path)
     except (Exception, CheckpointException) as error:
         raise _unreadable(path, error) from error

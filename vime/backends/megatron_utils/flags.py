@@ -88,5 +88,8 @@ CURES: dict[str, str] = {
     "ckpt_format": "Checkpoints are always torch_dist, fully reshardable.",
     "tokenizer_type": "The tokenizer is the one in --hf-checkpoint.",
     "tokenizer_model": "The tokenizer is the one in --hf-checkpoint.",
+    "finetune": "--load of another run begins anew by itself; say --no-load-optim to leave out its moments, too.",
+    "no_load_rng": "--load of another run takes no random states; a run that resumes must equal an uninterrupted one.",
+    "no_save_rng": "A checkpoint always holds the random states: a resumed run must equal an uninterrupted one.",
     "no_save_optim": "A checkpoint always holds the optimizer: a resumed run must equal an uninterrupted one.",
 }

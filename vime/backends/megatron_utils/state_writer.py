@@ -12,7 +12,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +40,11 @@ class Planned(TorchDistSaveShardedStrategy):
 class StateWriter:
     """One state of the trainer on its way to the folder `path`; complete after `finish`.
 
-    In the background it owns copies of all tensors in host memory until they are written; else it is written when `__init__` returns.
+    Without `held` it is written when `__init__` returns. With `held`, addresses of the storages that training goes on changing, it is
+    written in the background: what is in them, or on a GPU, is copied to host memory first.
     """
 
-    def __init__(self, path: str, request: AsyncRequest, *, background: bool) -> None:
+    def __init__(self, path: str, request: AsyncRequest, *, held: Collection[int] | None = None) -> None:
         self.path = path
         self._writer: FileSystemWriterAsync
         self._writer, self._metadata = request.async_fn_args
@@ -51,8 +52,8 @@ class StateWriter:
         self._results: list[WriteResult] = []
         self._failure: OSError | None = None
         self._thread: threading.Thread | None = None
-        if background:
-            self._copy()
+        if held is not None:
+            self._copy(held)
             self._thread = threading.Thread(target=self._write, name="checkpoint writer", daemon=True)
             self._thread.start()
         else:
@@ -95,11 +96,11 @@ class StateWriter:
             f"the trainer's state could not be written into {self.path} (rank {rank}: {error}); earlier commits are intact."
         ) from error
 
-    def _copy(self) -> None:
-        """Put copies in the place of what training goes on changing; one tensor more than the state is in memory at most."""
+    def _copy(self, held: Collection[int]) -> None:
         for _, _, (_, tensors) in self._writer.write_buckets:
             for number, (item, tensor) in enumerate(tensors):
-                tensors[number] = (item, tensor.detach().to("cpu", copy=True))
+                if tensor.device.type != "cpu" or tensor.untyped_storage().data_ptr() in held:
+                    tensors[number] = (item, tensor.detach().to("cpu", copy=True))
 
     def _write(self) -> None:
         for bucket in self._writer.write_buckets:

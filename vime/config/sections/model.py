@@ -112,6 +112,10 @@ class CheckpointConfig:
         None, "Run folder: checkpoints, metrics, logs. A run whose folder holds a commit resumes from it.", type=str, path="new"
     )
     load: str | None = opt(None, "Folder of another run to start from; default: --save, when it holds a commit.", type=str, path="folder")
+    ckpt_step: int | None = opt(
+        None, "Of --load take the commit of this step (iter_0000041 is --ckpt-step 41); default: the newest.", type=int, ge=0
+    )
+    no_load_optim: bool = opt(False, "Of --load take the weights alone; Adam's moments begin at zero.")
     save_interval: int | None = opt(
         None, "Commit every N rollout steps; the last step is always committed when --save is given.", type=int, ge=1
     )

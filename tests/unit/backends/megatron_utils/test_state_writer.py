@@ -48,7 +48,7 @@ def request(file: Path, tensor: torch.Tensor, finished: list[Any], completed: li
 
 def test_a_written_state_is_completed_with_where_everything_stands(tmp_path: Path) -> None:
     tensor, finished, completed = torch.arange(5.0), [], []
-    saving = StateWriter(str(tmp_path), request(tmp_path / "0.distcp", tensor, finished, completed), background=False)
+    saving = StateWriter(str(tmp_path), request(tmp_path / "0.distcp", tensor, finished, completed))
     saving.finish()
     metadata, ((common, weight),) = finished
     assert (metadata, completed) == ("the metadata", ["metadata.json"])
@@ -67,7 +67,7 @@ def test_what_is_written_in_the_background_is_the_state_of_when_it_was_taken(tmp
             super()._write()
 
     tensor, finished = torch.arange(5.0), []
-    saving = Held(str(tmp_path), request(tmp_path / "0.distcp", tensor, finished, []), background=True)
+    saving = Held(str(tmp_path), request(tmp_path / "0.distcp", tensor, finished, []), held={tensor.untyped_storage().data_ptr()})
     tensor.fill_(-1.0)
     assert list(tmp_path.iterdir()) == []
     gate.set()
@@ -80,7 +80,7 @@ def test_what_is_written_in_the_background_is_the_state_of_when_it_was_taken(tmp
 @pytest.mark.parametrize("background", [False, True])
 def test_a_full_disk_is_no_space_and_nothing_is_completed(background: bool) -> None:
     completed: list[str] = []
-    saving = StateWriter("run/iter", request(Path("/dev/full"), torch.zeros(LARGE), [], completed), background=background)
+    saving = StateWriter("run/iter", request(Path("/dev/full"), torch.zeros(LARGE), [], completed), held=() if background else None)
     with pytest.raises(ResourceError, match=r"no space left on run/iter for the trainer's state .*rank 0.* free space .* earlier commits"):
         saving.finish()
     gc.collect()  # a zip writer of torch over a file that raised would end the process here
@@ -88,7 +88,7 @@ def test_a_full_disk_is_no_space_and_nothing_is_completed(background: bool) -> N
 
 
 def test_another_failure_of_the_disk_is_a_checkpoint_error_with_its_cause(tmp_path: Path) -> None:
-    saving = StateWriter("run/iter", request(tmp_path / "missing" / "0", torch.zeros(3), [], []), background=True)
+    saving = StateWriter("run/iter", request(tmp_path / "missing" / "0", torch.zeros(3), [], []), held=())
     with pytest.raises(
         CheckpointError, match=r"could not be written into run/iter .*No such file or directory.*earlier commits are intact"
     ):
@@ -105,5 +105,5 @@ def test_metadata_that_cannot_be_written_is_an_error_of_the_save(tmp_path: Path)
 
     planned.async_fn_args[0].finish = full
     with pytest.raises(ResourceError, match="no space left"):
-        StateWriter("run/iter", planned, background=False).finish()
+        StateWriter("run/iter", planned).finish()
     assert completed == []

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from vime.backends.megatron_utils.convert.folder import INDEX, SINGLE, HFFolder
-from vime.errors import CheckpointError, ResourceError
+from vime.errors import CheckpointError, ResourceError, VimeError
 
-__all__ = ["DEFAULT_SHARD_BYTES", "HF_FILES", "HFWriter", "copy_small_files", "keep_model_files"]
+__all__ = ["DEFAULT_SHARD_BYTES", "HF_FILES", "HFExport", "HFWriter", "copy_small_files", "keep_model_files"]
 
 DEFAULT_SHARD_BYTES = 5 * 10**9
 ORIGIN = "origin.txt"  # in that folder: the path of the one that was trained
@@ -102,6 +105,13 @@ class HFWriter:
         except OSError as error:
             raise _not_written(self._folder, error) from error
 
+    def discard(self) -> None:
+        """Give up: what was written goes, and its space with it."""
+        self._shard = {}
+        for part in self._folder.glob("model-*.part"):
+            with contextlib.suppress(OSError):
+                part.unlink()
+
     def _part(self, number: int) -> Path:
         return self._folder / f"model-{number:05d}.part"
 
@@ -115,6 +125,45 @@ class HFWriter:
         self._shards.append(list(self._shard))
         self._total += self._bytes
         self._shard, self._bytes = {}, 0
+
+
+class HFExport:
+    """Writes the folder `target` from the named tensors of a model whose own folder is `source`, and keeps what goes wrong until the end.
+
+    Its caller takes part in collectives that must not be left in the middle.
+    """
+
+    def __init__(self, source: Path, target: Path, carried: tuple[str, ...]) -> None:
+        self._source, self._target, self._carried = source, target, carried
+        self._writer: HFWriter | None = None
+        self._failure: VimeError | None = None
+        self._run(self._start)
+
+    def take(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Write these tensors; nothing after a failure."""
+        self._run(lambda writer: [writer.add(name, tensor) for name, tensor in named])
+
+    def finish(self) -> VimeError | None:
+        """Complete the folder. Returns what went wrong; the folder then holds what it held before."""
+        self._run(self._complete)
+        if self._failure is not None and self._writer is not None:
+            self._writer.discard()
+        return self._failure
+
+    def _start(self, _writer: None) -> None:
+        self._writer = HFWriter(self._target)
+
+    def _complete(self, writer: HFWriter) -> None:
+        writer.add_carried(self._source, self._carried)
+        copy_small_files(self._source, self._target)
+        writer.close()
+
+    def _run(self, work: Callable[[Any], object]) -> None:
+        if self._failure is None:
+            try:
+                work(self._writer)
+            except VimeError as error:
+                self._failure = error
 
 
 def _not_written(folder: Path, error: Exception) -> ResourceError:
