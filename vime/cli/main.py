@@ -38,6 +38,7 @@ COMMANDS: dict[str, Command] = {
     "audit": Command(help="prove that a run lost no prompt and trained on none twice, or name them", target="vime.cli.audit:main"),
     "migrate": Command(help="turn a launch script of slime's or Vime's into our command", target="vime.cli.migrate:main"),
     "replay": Command(help="compute a recorded step again and name the first stage that differs", target="vime.cli.replay:main"),
+    "engine": Command(help="start one engine that runs take by --rollout-external-engine-addrs", target="vime.cli.engine:main"),
     "completion": Command(help="print a completion script: vime completion bash, or zsh", target="vime.cli.completion:main"),
     "doctor": Command(help="look at the machine and the packages, test them, and name cures", target="vime.cli.doctor:main"),
 }

@@ -95,7 +95,7 @@ def dry_run(config: RunConfig) -> int:
 
 def show(config: RunConfig, options: PlanOptions, *, as_program: bool, not_runnable: Sequence[str]) -> int:
     """Print the plan; 0 when it fits, 2 when not."""
-    processes = config.actor_world_size + config.num_engines
+    processes = config.actor_world_size + config.num_own_engines
     if processes > MOST_PROCESSES:
         raise ConfigError(
             f"the plan is of at most {MOST_PROCESSES} processes, this would be {processes}: see --actor-num-nodes, "

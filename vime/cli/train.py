@@ -64,7 +64,8 @@ def _run(config: RunConfig, commit: Commit | None, log_dir: Path, begun: float) 
         with Cluster(config), _parts(config, log_dir, commit) as (rollout, trainer):
             first, total = _steps(config, rollout.num_prompts, commit)
             record = RunRecord(config, log_dir, first_step=first, num_steps=total)
-            rollout.engines.say = record.status.say
+            for engines in rollout.groups:
+                engines.say = record.status.say
             record.status.say(f"ready after {duration(time.monotonic() - begun)}; steps {first + 1} to {total}; logs in {log_dir}")
             try:
                 run_loop(first, total, rollout, trainer, record)
@@ -143,16 +144,18 @@ def run_folder(config: RunConfig) -> Path:
 class _TrainerWithProbe:
     """The train group, with the run's fixed probe prompt filled in, and the engines told of every weight sync."""
 
-    def __init__(self, group: RayTrainGroup, engines: EngineGroup, probe: list[int], run_id: str) -> None:
+    def __init__(self, group: RayTrainGroup, engines: EngineGroup | None, probe: list[int], run_id: str) -> None:
         self._group, self._engines, self._probe, self._run_id = group, engines, probe, run_id
-        engines.resend_through(lambda receivers: group.resend_weights(receivers, probe, run_id))
+        if engines is not None:
+            engines.resend_through(lambda receivers: group.resend_weights(receivers, probe, run_id))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._group, name)
 
     def update_weights(self, version: int, engines: list[Any]) -> WeightSyncReport:
         report = self._group.update_weights(version, engines, self._probe, self._run_id)
-        self._engines.synced(report, engines)
+        if self._engines is not None:
+            self._engines.synced(report, engines)
         return report
 
 
@@ -180,7 +183,8 @@ def _parts(config: RunConfig, log_dir: Path, commit: Commit | None) -> Iterator[
         rollout.ready(own.rollout if own else None)
         if group is not None:
             group.ready()
-        yield rollout, _TrainerWithProbe(group, rollout.engines, _probe(config), run_id) if group is not None else None
+        engines = rollout.groups[0] if rollout.groups else None
+        yield rollout, _TrainerWithProbe(group, engines, _probe(config), run_id) if group is not None else None
 
 
 def _same_run(config: RunConfig, commit: Commit) -> bool:

@@ -85,6 +85,34 @@ def _adapters(config: RunConfig) -> Iterator[str]:
         yield "--ref-update-interval with --lora-rank is not available yet: the reference is the model without its adapters. Leave it out."
 
 
+def _engines(config: RunConfig) -> Iterator[str]:
+    """Engines that others started, and engines by file: each says itself how many there are."""
+    addresses, file = config.engine.rollout_external_engine_addrs, config.engine.vllm_config
+    sized = "rollout_num_gpus" in config.given or config.cluster.rollout_num_gpus is not None
+    for address in addresses:
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdigit() or not 0 < int(port) < 65536:
+            yield f"--rollout-external-engine-addrs takes host:port, got '{address}'."
+        elif host not in ("127.0.0.1", "localhost"):
+            yield (
+                f"--rollout-external-engine-addrs {address}: weights travel through this machine's shared memory. Start the engine here "
+                f"(vime engine --port {port} ...) and give 127.0.0.1:{port}."
+            )
+    if len(set(addresses)) < len(addresses):
+        yield "--rollout-external-engine-addrs names an engine twice."
+    if addresses and sized:
+        yield "--rollout-num-gpus starts engines, --rollout-external-engine-addrs names some that run already: leave one out."
+    if addresses and config.vllm_tokens:
+        yield (
+            "--vllm-... configures engines that the run starts: give it to `vime engine`, which starts those of "
+            "--rollout-external-engine-addrs."
+        )
+    if addresses and file is not None:
+        yield "--vllm-config starts engines, --rollout-external-engine-addrs names some that run already: leave one out."
+    if file is not None and sized:
+        yield "--rollout-num-gpus and --vllm-config both say how many engines there are: leave the first out."
+
+
 def _batches(config: RunConfig) -> Iterator[str]:
     data = config.data
     if (data.num_rollout is None) == (data.num_epoch is None):
@@ -229,4 +257,16 @@ def _template_problem(template: str) -> str | None:
     return "only {rollout_id} can be filled in."
 
 
-_RULES = (_placement, _adapters, _batches, algorithm_rules, megatron_rules, _rollout, _determinism, _evaluation, _files, _capsules)
+_RULES = (
+    _placement,
+    _adapters,
+    _engines,
+    _batches,
+    algorithm_rules,
+    megatron_rules,
+    _rollout,
+    _determinism,
+    _evaluation,
+    _files,
+    _capsules,
+)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from vime.config import sections as s
+from vime.config.served import ACTOR, ServedModel, ServerGroup
 
 __all__ = ["SECTIONS", "ArgsView", "RunConfig"]
 
@@ -35,6 +36,7 @@ class RunConfig:
     megatron_tokens: tuple[str, ...] = ()  # e.g. ("--tensor-model-parallel-size", "2")
     vllm_tokens: tuple[str, ...] = ()  # prefix stripped, e.g. ("--max-num-seqs", "64")
     router_tokens: tuple[str, ...] = ()  # prefix stripped, e.g. ("--policy", "round_robin")
+    served: tuple[ServedModel, ...] = ()  # what --vllm-config says, the trained model first
     given: frozenset[str] = frozenset()  # names of the fields that the command line set, be it to their default
     megatron: dict[str, Any] = field(default_factory=dict)  # what Megatron's parser made of its tokens (plain values)
     sources: dict[str, str] = field(default_factory=dict, compare=False)  # field, owner's flag, "megatron.x" -> who set it
@@ -97,12 +99,37 @@ class RunConfig:
         return self.debug.capsule_dir or (None if self.checkpoint.save is None else f"{self.checkpoint.save}/capsules")
 
     @property
-    def num_engines(self) -> int:
-        """vLLM engines that the run starts itself."""
+    def models(self) -> tuple[ServedModel, ...]:
+        """What engines serve, the trained model first; nothing with --debug-train-only."""
         if self.debug.debug_train_only:
-            return 0
+            return ()
+        if self.served:
+            return self.served
         total = self.cluster.rollout_num_gpus
-        return 1 if total is None else total // self.cluster.rollout_num_gpus_per_engine
+        count = len(self.engine.rollout_external_engine_addrs)
+        if not count:
+            count = 1 if total is None else total // self.cluster.rollout_num_gpus_per_engine
+        return (ServedModel(name=ACTOR, model_path=None, groups=(ServerGroup(num_engines=count),)),)
+
+    @property
+    def num_engines(self) -> int:
+        """Engines of the model that is trained."""
+        return self.models[0].num_engines if self.models else 0
+
+    @property
+    def num_own_engines(self) -> int:
+        """Engines that the run starts itself, of all models."""
+        return 0 if self.engine.rollout_external_engine_addrs else sum(model.num_engines for model in self.models)
+
+    def for_engine(self, model: ServedModel, vllm_tokens: tuple[str, ...] = ()) -> RunConfig:
+        """The configuration as an engine of `model` with these options of its own sees it."""
+        changed: dict[str, Any] = {"vllm_tokens": self.vllm_tokens + vllm_tokens}
+        if model.model_path is not None:  # the lengths of the rollout are not its own
+            changed["model"] = replace(self.model, hf_checkpoint=model.model_path)
+            changed["rollout"] = replace(
+                self.rollout, rollout_max_context_len=None, rollout_max_prompt_len=None, rollout_max_response_len=1, rollout_top_k=-1
+            )
+        return replace(self, **changed)
 
 
 def _inside(folder: str | None, template: str) -> str | None:
@@ -120,7 +147,7 @@ SECTIONS: dict[str, type] = {
 class ArgsView:
     """All sections' fields by their flat names (slime's `args`), read-only. Megatron's values answer after ours.
 
-    Runtime values answer first: vllm_router_ip, vllm_router_port, num_engines, run_dir.
+    Runtime values answer first: vllm_router_ip, vllm_router_port, vllm_model_routers, num_engines, run_dir.
     """
 
     __slots__ = ("_config", "_index", "_runtime")

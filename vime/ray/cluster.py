@@ -117,9 +117,10 @@ def check_cores(config: RunConfig) -> None:
         raise ConfigError(
             f"{trainers} trainer processes asked for (--actor-num-gpus-per-node), this machine has {cores} cores: ask for at most {cores}."
         )
-    if config.num_engines > cores:
+    if config.num_own_engines > cores:
         raise ConfigError(
-            f"{config.num_engines} engines asked for (--rollout-num-gpus), this machine has {cores} cores: ask for at most {cores}."
+            f"{config.num_own_engines} engines asked for (--rollout-num-gpus, --vllm-config), "
+            f"this machine has {cores} cores: ask for at most {cores}."
         )
 
 

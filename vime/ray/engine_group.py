@@ -1,15 +1,18 @@
-"""`EngineGroup`: the run's engines as the driver sees them, and the replacement of those that fail.
+"""`EngineGroup`: the engines of one model as the driver sees them, and the replacement of those that fail.
 
     starting ──▶ idle ──sync or resend──▶ serving ──died, ill, lost in a sync──▶ ending ──▶ starting ──▶ ...
 
 Only engines that serve are behind the router, and an engine serves only once a weight sync has proven that it holds the version
 that the others hold: a replacement comes up with the start weights, and is idle until the next sync, or until the trainer has sent it
-what it sent last. Without --use-fault-tolerance the first engine that ends, ends the run.
+what it sent last. Engines of a frozen model serve as they come up. Without --use-fault-tolerance the first engine that ends, ends the
+run. An engine that somebody else started is never ended: it is left out, and taken in again when it is well.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,11 +23,13 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from vime.backends.vllm_utils.control_guard import SECRET_ENV
 from vime.backends.vllm_utils.health import EngineWatch
 from vime.backends.weight_transfer.control import EngineEndpoint
 from vime.config import RunConfig
+from vime.config.served import ServedModel
 from vime.errors import EngineError, VimeError
-from vime.ray.engine_actor import VLLMEngine
+from vime.ray.engine_actor import ExternalEngine, VLLMEngine
 from vime.ray.placement_group import CPU_SHARE, Placement
 from vime.ray.process import watched_actor
 from vime.ray.supervisor import Supervisor
@@ -35,7 +40,7 @@ __all__ = ["MOST_REPLACEMENTS", "EngineGroup"]
 MOST_REPLACEMENTS = 3  # of one engine between two weight syncs; then something is broken that a new process does not mend
 END_SECONDS = 30.0  # how long an engine that is replaced may take to end before its actor is killed
 
-Route = Callable[[list[EngineEndpoint]], None]
+Route = Callable[[str, list[EngineEndpoint]], None]
 Resend = Callable[[list[EngineEndpoint]], Any]
 
 
@@ -50,9 +55,10 @@ class State(Enum):
 
 @dataclass(slots=True, kw_only=True)
 class _Engine:
-    """Engine `index`, whichever process it is at present."""
+    """One engine, whichever process it is at present."""
 
-    index: int
+    index: int  # among those of its model
+    name: str
     actor: Any
     pending: Any  # reference to what its state waits for: its end, its start, or a report of a resend
     state: State = State.STARTING
@@ -61,18 +67,27 @@ class _Engine:
     watch: EngineWatch | None = None
     replaced: int = 0  # since the last weight sync
 
-    @property
-    def name(self) -> str:
-        return f"engine {self.index}"
-
 
 class EngineGroup:
     """See the module. All methods are the driver's, and none of them is called while another runs in another thread."""
 
-    def __init__(self, config: RunConfig, supervisor: Supervisor, placement: Placement, log_dir: Path, run_id: str) -> None:
-        """Creates the engines; their servers begin to start at once."""
-        self._config, self._supervisor, self._placement = config, supervisor, placement
+    def __init__(
+        self,
+        config: RunConfig,
+        model: ServedModel,
+        supervisor: Supervisor,
+        placement: Placement,
+        log_dir: Path,
+        run_id: str,
+        *,
+        first_bundle: int = 0,
+    ) -> None:
+        """Creates the engines; their servers begin to start at once. `first_bundle`: engines of other models before them."""
+        self._config, self.model, self._supervisor = config, model, supervisor
+        self._placement, self._first_bundle = placement, first_bundle
         self._log_dir, self._run_id = log_dir, run_id
+        self._addresses = config.engine.rollout_external_engine_addrs if model.trained else []
+        self._tokens = model.engine_tokens()
         self._tolerant = config.fault_tolerance.use_fault_tolerance
         self._route: Route | None = None
         self._resend: Resend | None = None
@@ -80,7 +95,7 @@ class EngineGroup:
         self._declined = False  # the trainer has trained since it sent that version: there is nothing to resend
         self.say: Callable[[str], None] = print
         self.num_replaced = 0
-        self._engines = [self._launch(index) for index in range(config.num_engines)]
+        self._engines = [self._launch(index) for index in range(model.num_engines)]
 
     def __len__(self) -> int:
         return len(self._engines)
@@ -90,12 +105,17 @@ class EngineGroup:
         """Of all engines, in order."""
         return [engine.name for engine in self._engines]
 
+    @property
+    def serves(self) -> bool:
+        """Whether any engine is behind the router."""
+        return any(engine.state is State.SERVING for engine in self._engines)
+
     def starts(self) -> list[Any]:
         """References to the endpoints of the engines as they come up."""
         return [engine.pending for engine in self._engines]
 
     def serve(self, endpoints: Sequence[EngineEndpoint], route: Route) -> None:
-        """All engines are up and behind the router; `route(endpoints)` puts exactly these behind it. From now on they are watched."""
+        """All engines are up and behind the model's router, where `route(model, endpoints)` puts exactly these. They are watched now."""
         self._route = route
         for engine, endpoint in zip(self._engines, endpoints, strict=True):
             engine.endpoint = endpoint
@@ -113,8 +133,6 @@ class EngineGroup:
         Raises:
             DeadlineError: none came up within --vllm-start-deadline.
         """
-        if not self._engines:
-            return []
         if self._tolerant:
             self._look()
             self._supervisor.wait_for(
@@ -151,13 +169,23 @@ class EngineGroup:
         return [e for e in self._engines if e.state is State.SERVING or (e.state is State.IDLE and e.pending is None)]
 
     def _launch(self, index: int) -> _Engine:
-        options = {"num_cpus": CPU_SHARE, "scheduling_strategy": self._placement.engine(index)}
-        actor = watched_actor(VLLMEngine).options(**options).remote(self._config, index, str(self._log_dir), self._run_id)
-        engine = _Engine(index=index, actor=actor, pending=None, since=time.monotonic())
-        watch = actor.watch.options(concurrency_group="watch").remote()
-        self._supervisor.watch(engine.name, watch, self._log_dir / f"engine_{index}.log")
+        name = f"engine {index}" if self.model.trained else f"{self.model.name} engine {index}"
+        config = self._config.for_engine(self.model, self._tokens[index])
+        log = self._log(name)
+        if self._addresses:
+            url = f"http://{self._addresses[index].replace('localhost', '127.0.0.1')}"
+            endpoint = EngineEndpoint(name=name, url=url, secret=os.environ.get(SECRET_ENV, ""))
+            actor = watched_actor(ExternalEngine).options(num_cpus=0).remote(config, endpoint, str(log))
+        else:
+            options = {"num_cpus": CPU_SHARE, "scheduling_strategy": self._placement.engine(self._first_bundle + index)}
+            actor = watched_actor(VLLMEngine).options(**options).remote(config, index, name, str(log), self._run_id)
+        engine = _Engine(index=index, name=name, actor=actor, pending=None, since=time.monotonic())
+        self._supervisor.watch(name, actor.watch.options(concurrency_group="watch").remote(), log)
         engine.pending = actor.start.remote()
         return engine
+
+    def _log(self, name: str) -> Path:
+        return self._log_dir / f"{re.sub(r'[^A-Za-z0-9]', '_', name)}.log"
 
     def _serve(self, engine: _Engine) -> None:
         assert engine.endpoint is not None
@@ -181,7 +209,7 @@ class EngineGroup:
 
     def _put_behind_router(self) -> None:
         assert self._route is not None
-        self._route([e.endpoint for e in self._engines if e.state is State.SERVING and e.endpoint is not None])
+        self._route(self.model.name, [e.endpoint for e in self._engines if e.state is State.SERVING and e.endpoint is not None])
 
     def _fail(self, engine: _Engine, why: str) -> None:
         """Take the engine out and begin to replace it. EngineError when that was tried too often."""
@@ -197,7 +225,7 @@ class EngineGroup:
         if engine.replaced > MOST_REPLACEMENTS:
             raise EngineError(
                 f"{engine.name} failed {engine.replaced} times since the last weight sync, so the run ends. The last time: {why}\n"
-                f"Its log: {self._log_dir / f'engine_{engine.index}.log'}"
+                f"Its log: {self._log(engine.name)}"
             )
         self.say(f"{engine.name} is replaced: {why.splitlines()[0]}")
         if served:
@@ -238,7 +266,7 @@ class EngineGroup:
     def _begin_resend(self, engine: _Engine) -> None:
         """Bring an idle engine to the version of the others, where that can be done now."""
         assert engine.endpoint is not None
-        if self._resend is None and self._config.debug.debug_rollout_only:  # nobody sends weights: all hold what they started from
+        if not self.model.trained or self._config.debug.debug_rollout_only:  # nobody sends weights: all hold what they started from
             self._serve(engine)
             self._put_behind_router()
             self.say(f"{engine.name} replaced, and serving")

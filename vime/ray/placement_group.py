@@ -42,7 +42,7 @@ class Placement:
 def create_placement_groups(config: RunConfig) -> Placement:
     """Reserve one bundle per trainer and per engine; ResourceError when the cluster has no room for them."""
     trainers = 0 if config.debug.debug_rollout_only else config.actor_world_size
-    engines = config.num_engines
+    engines = config.num_own_engines
     if trainers + engines == 0:
         return Placement(None, 0, 0)
     group = placement_group([{"CPU": CPU_SHARE}] * (trainers + engines), strategy="PACK")

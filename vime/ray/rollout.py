@@ -1,6 +1,6 @@
 """`RolloutManager`: the actor that turns prompts into training batches, and the driver's handle on it.
 
-It owns the data source, the rollout function and the router; engines are actors of their own. Groups of samples come from
+It owns the data source, the rollout function and the routers; engines are actors of their own. Groups of samples come from
 the rollout function, are normalised by group id and packed, and leave as one batch per data-parallel rank in Ray's object
 store.
 """
@@ -8,7 +8,7 @@ store.
 from __future__ import annotations
 
 import contextlib
-import threading
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,16 +17,16 @@ from typing import Any
 
 import ray
 
-from vime.backends.vllm_utils.handshake import check_workers, shake_hands
-from vime.backends.vllm_utils.router import ExternalRouter, RouterServer
 from vime.backends.weight_transfer.control import EngineControl
 from vime.config import RunConfig
 from vime.config.sections import ROLLOUT_FUNCTION
-from vime.errors import EngineError, HookError, PeerError
+from vime.config.served import ServedModel
+from vime.errors import HookError, PeerError
 from vime.hooks import load_hook, user_errors
 from vime.packing.build import packing_metrics
 from vime.ray.engine_group import EngineGroup
 from vime.ray.process import WatchedActor, watched_actor
+from vime.ray.routing import ROUTER_DEADLINE, Routers
 from vime.ray.supervisor import Supervisor
 from vime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from vime.rollout.batches import flat_samples, own_function, train_batches
@@ -41,7 +41,6 @@ __all__ = ["Generated", "RolloutClient", "RolloutManager"]
 
 CHILD_POLL_SECONDS = 0.25
 CONTROL_SECONDS = 10.0  # of one control call to an engine
-ROUTER_DEADLINE = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,16 +58,14 @@ class RolloutManager(WatchedActor):
     def __init__(self, config: RunConfig, run_dir: str, log_dir: str) -> None:
         super().__init__(str(Path(log_dir) / "rollout_manager.log"))
         self._config, self._run_dir, self._log_dir = config, run_dir, Path(log_dir)
-        self._router: RouterServer | ExternalRouter | None = None
+        self._routers = Routers(config, self._log_dir)
         self._engines = EngineAccess(self._abort_requests)
         self._controls: list[EngineControl] = []
         self._producer: Producer | None = None
         self._first_step = self._num_steps = 0
         self._last_rolled: float | None = None  # when the last rollout step was there
-        self._args = self._runtime_args(None, None)
+        self._args = self._runtime_args()
         self._source: Any = None
-        self._engine_urls: list[str] = []
-        self._routing = threading.Lock()  # engines come and go while a rollout runs
 
     def init(self, load: str | None) -> int:
         """Load hooks and data; returns the number of prompts. Runs while engines and trainers start."""
@@ -86,41 +83,32 @@ class RolloutManager(WatchedActor):
         self._eval = load_hook(path, "eval_function_path") if path else self._rollout
         return num_prompts
 
-    def connect(self, endpoints: list[Any]) -> None:
-        """Start the router in front of the engines, or take the one that the user named; ask all of them what they are."""
-        given = self._config.router
-        engine_urls = [endpoint.url for endpoint in endpoints]
-        if given.vllm_router_ip is not None and given.vllm_router_port is not None:
-            self._router = ExternalRouter(given.vllm_router_ip, given.vllm_router_port, engine_urls)
-        else:
-            router = RouterServer(engine_urls, router_tokens=self._config.router_tokens, log_path=self._log_dir / "router.log")
-            self._router = router
-            router.wait_ready(ROUTER_DEADLINE)
-        shake_hands(self._config, endpoints, self._router)
-        self._engine_urls = engine_urls
-        self._controls = [EngineControl.of(endpoint, seconds=CONTROL_SECONDS) for endpoint in endpoints]
-        self._args = self._runtime_args(self._router.host, self._router.port)
+    def connect(self, model: ServedModel, endpoints: list[Any]) -> None:
+        """Put a router in front of a model's engines; see `Routers.open`."""
+        self._routers.open(model, endpoints)
+        self._control(model.name, endpoints)
+        self._args = self._runtime_args()
 
-    def _runtime_args(self, host: str | None, port: int | None) -> Any:
+    def _runtime_args(self) -> Any:
         """What hooks see of the configuration, and of the run."""
+        models, addresses = self._config.models, self._routers.addresses()
+        host, port = addresses.get(models[0].name, (None, None)) if models else (None, None)
         return self._config.runtime_args(
             run_dir=self._run_dir,
             num_engines=self._config.num_engines,
             vllm_router_ip=host,
             vllm_router_port=port,
+            vllm_model_routers=addresses,
             engine_access=self._engines,
         )
 
-    def route(self, endpoints: list[Any]) -> None:
-        """From now on exactly these engines are behind the router. May be called while another method runs."""
-        assert self._router is not None
-        urls = [endpoint.url for endpoint in endpoints]
-        with self._routing:
-            for url in set(self._engine_urls) - set(urls):
-                self._router.remove_worker(url)
-            for url in set(urls) - set(self._engine_urls):
-                self._router.add_worker(url)
-            self._engine_urls = urls
+    def route(self, model: str, endpoints: list[Any]) -> None:
+        """From now on exactly these engines are behind the model's router. May be called while another method runs."""
+        self._routers.route(model, endpoints)
+        self._control(model, endpoints)
+
+    def _control(self, model: str, endpoints: list[Any]) -> None:
+        if model == self._config.models[0].name:
             self._controls = [EngineControl.of(endpoint, seconds=CONTROL_SECONDS) for endpoint in endpoints]
 
     def _abort_requests(self) -> None:
@@ -144,19 +132,16 @@ class RolloutManager(WatchedActor):
             self._producer.resume(version)
 
     def watch(self) -> None:
-        """Return when the run ends; raise when the router or what generates ahead dies."""
+        """Return when the run ends; raise when a router or what generates ahead dies."""
         while not self._stopped.wait(CHILD_POLL_SECONDS):
-            code = self._router.poll() if self._router is not None else None
-            if code is not None and not self._stopped.is_set():
-                assert self._router is not None
-                raise EngineError(f"the router died (exit {code}).\n{self._router.log_tail()}")
+            self._routers.raise_dead()
             if self._producer is not None and self._producer.failure is not None and not self._stopped.is_set():
                 raise self._producer.failure
 
     def generate(self, rollout_id: int) -> Generated:
         """One rollout step: generate, score, normalise, pack."""
         config, begun = self._config, time.monotonic()
-        self._check_router()
+        self._routers.check()
         self._source.begin_step(rollout_id, trained_through=rollout_id - 1)
         if config.runs_ahead:
             output = self._producing().take(rollout_id)
@@ -216,12 +201,6 @@ class RolloutManager(WatchedActor):
         finally:
             self._producer.resume(self._engines.version or 0)
 
-    def _check_router(self) -> None:
-        """Requests go to this run's engines alone."""
-        if self._router is not None:
-            with self._routing:
-                check_workers(self._engine_urls, self._router)
-
     def _write_down(self, rollout_id: int, groups: Sequence[Any]) -> None:
         """What --save-debug-rollout-data, --dump-details and --capsule-steps ask for."""
         if self._config.rollout_dump is not None:
@@ -231,7 +210,7 @@ class RolloutManager(WatchedActor):
 
     def evaluate(self, rollout_id: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Metrics and a few readable samples of the held-out files."""
-        self._check_router()
+        self._routers.check()
         own = self._config.eval.eval_function_path
         flag, path = ("--eval-function-path", own) if own else ("--rollout-function-path", self._config.rollout.rollout_function_path)
         with self._held(), user_errors(flag, path, self._eval):
@@ -261,14 +240,13 @@ class RolloutManager(WatchedActor):
         return user_errors("--data-source-path", self._config.data.data_source_path, source_class)
 
     def stop(self) -> None:
-        """End the router."""
+        """End the routers."""
         self._stopped.set()
         if self._producer is not None:
             self._producer.close()
         if self._source is not None:
             self._source.close()
-        if self._router is not None:
-            self._router.stop()
+        self._routers.stop()
 
 
 def _readable(sample: Sample) -> dict[str, Any]:
@@ -289,9 +267,9 @@ class RolloutClient:
 
     NAME = "rollout manager"
 
-    def __init__(self, config: RunConfig, supervisor: Supervisor, manager: Any, engines: EngineGroup) -> None:
+    def __init__(self, config: RunConfig, supervisor: Supervisor, manager: Any, groups: list[EngineGroup]) -> None:
         self._config, self._supervisor, self._manager = config, supervisor, manager
-        self.engines = engines
+        self.groups = groups  # one a model, the trained one's first; none with --debug-train-only
         self._init_ref: Any = None
         self.num_prompts = 0
 
@@ -300,7 +278,11 @@ class RolloutClient:
         """Create the manager and the engines; their servers begin to start at once."""
         manager = watched_actor(RolloutManager).options(num_cpus=0).remote(config, str(run_dir), str(log_dir))
         supervisor.watch(cls.NAME, manager.watch.options(concurrency_group="watch").remote(), log_dir / "rollout_manager.log")
-        return cls(config, supervisor, manager, EngineGroup(config, supervisor, placement, log_dir, run_id))
+        groups: list[EngineGroup] = []
+        for model in config.models:
+            before = sum(len(group) for group in groups)
+            groups.append(EngineGroup(config, model, supervisor, placement, log_dir, run_id, first_bundle=before))
+        return cls(config, supervisor, manager, groups)
 
     def _begun(self, load: Path | None) -> Any:
         if self._init_ref is None:
@@ -314,25 +296,31 @@ class RolloutClient:
 
     def ready(self, load: Path | None) -> None:
         """Wait until data and engines are ready, then put the router in front of the engines."""
-        refs, names = [self._begun(load), *self.engines.starts()], [self.NAME, *self.engines.names]
+        starts = [ref for group in self.groups for ref in group.starts()]
+        names = [name for group in self.groups for name in group.names]
         deadline = self._config.engine.vllm_start_deadline + 30.0
-        self.num_prompts, *endpoints = self._supervisor.get(refs, names=names, phase="start", deadline=deadline)
-        if endpoints:
-            self._call(self._manager.connect, endpoints, phase="router start and handshake", deadline=deadline)
-            self.engines.serve(endpoints, self._route)
+        self.num_prompts, *endpoints = self._supervisor.get(
+            [self._begun(load), *starts], names=[self.NAME, *names], phase="start", deadline=deadline
+        )
+        up = iter(endpoints)
+        for group in self.groups:
+            mine = list(itertools.islice(up, len(group)))
+            self._call(self._manager.connect, group.model, mine, phase="router start and handshake", deadline=deadline)
+            group.serve(mine, self._route)
 
-    def _route(self, endpoints: list[Any]) -> None:
+    def _route(self, model: str, endpoints: list[Any]) -> None:
         method = self._manager.route.options(concurrency_group="control")
-        self._call(method, endpoints, phase="engines behind the router", deadline=ROUTER_DEADLINE * (1 + len(self.engines)))
+        deadline = ROUTER_DEADLINE * (1 + sum(len(group) for group in self.groups))
+        self._call(method, model, endpoints, phase="engines behind the router", deadline=deadline)
 
     @property
     def has_engines(self) -> bool:
         """Whether there is anything to send weights to."""
-        return len(self.engines) > 0
+        return bool(self.groups)
 
     def endpoints(self) -> list[Any]:
         """Where the control ports of the engines are that a weight sync is to reach."""
-        return self.engines.receivers()
+        return self.groups[0].receivers() if self.groups else []
 
     def generate(self, rollout_id: int) -> Generated:
         """One rollout step."""
@@ -344,6 +332,8 @@ class RolloutClient:
 
     def before_sync(self) -> None:
         """Say that the engines will get new weights; returns when they may."""
+        if not self.groups[0].serves:  # what is in flight waits for an engine, which serves only after the sync
+            return
         self._call(self._manager.before_sync, phase="finishing what is in flight before a weight sync", deadline=self._deadline)
 
     def weights_sent(self, version: int) -> None:
@@ -360,9 +350,10 @@ class RolloutClient:
 
     def shutdown(self) -> None:
         """End router and engines; never raises."""
-        refs = [self._manager.stop.remote(), *self.engines.shutdown_refs()]
+        refs = [self._manager.stop.remote(), *(ref for group in self.groups for ref in group.shutdown_refs())]
         ray.wait(refs, num_returns=len(refs), timeout=60.0)
-        self.engines.kill()
+        for group in self.groups:
+            group.kill()
         with contextlib.suppress(Exception):
             ray.kill(self._manager)
 

@@ -19,8 +19,17 @@ from vime.rollout.evaluation import evaluate
 from vime.rollout.generate_state import GenerateState
 from vime.rollout.generation import generate, generate_and_rm, generate_and_rm_group
 from vime.rollout.resources import RolloutResources
+from vime.utils.http_utils import get_model_url
 
-__all__ = ["GenerateState", "generate", "generate_and_rm", "generate_and_rm_group", "generate_rollout", "generate_rollout_async"]
+__all__ = [
+    "GenerateState",
+    "generate",
+    "generate_and_rm",
+    "generate_and_rm_group",
+    "generate_rollout",
+    "generate_rollout_async",
+    "get_model_url",
+]
 
 
 def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> RolloutFnTrainOutput | RolloutFnEvalOutput:

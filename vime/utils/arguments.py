@@ -27,6 +27,7 @@ from vime.config.owners import OWNERS, Answer, ask, options_of
 from vime.config.parse import own_flags, parse_own
 from vime.config.paths import with_absolute_paths
 from vime.config.rules import check_rules
+from vime.config.served import ServedModel, read_served_models
 from vime.config.sources import sources_of, with_sources
 from vime.config.split import Given, OwnedTokens, by_owner, read_tokens
 from vime.config.suggest import Names
@@ -47,13 +48,17 @@ def parse_args(argv: Sequence[str] | None = None, *, planned: bool = False) -> R
     given, problems = _all_given(sys.argv[1:] if argv is None else argv, flags)
     tokens = by_owner(given, flags)
     own = parse_own(tokens.own)
-    answers = ask(_questions(tokens, ["--planned"] if planned else _model_options(own.sections)))
+    served, wrong = _served(own.sections)
+    problems += wrong
+    tokens_of_groups = [word for model in served for group in model.groups for word in group.vllm_tokens]
+    answers = ask(_questions(tokens, tokens_of_groups, ["--planned"] if planned else _model_options(own.sections)))
     megatron = answers["megatron"].values
     config = RunConfig(
         **own.sections,
         megatron_tokens=tuple(tokens.megatron),
         vllm_tokens=tuple(tokens.vllm),
         router_tokens=tuple(tokens.router),
+        served=served,
         given=own.given,
         megatron=megatron.get("values", {}),
         sources={flags[one.flag][1].name if one.flag in flags else one.flag: one.source for one in given}
@@ -101,11 +106,20 @@ def _unknown_nulls(given: Sequence[Given], flags: Own) -> list[str]:
     return [f"{names.explain(one.flag)} ({one.source})" for one in nulls if not names.knows(one.flag)]
 
 
-def _questions(tokens: OwnedTokens, model_options: list[str]) -> dict[str, list[str]]:
+def _served(sections: Mapping[str, Any]) -> tuple[tuple[ServedModel, ...], list[str]]:
+    """(what --vllm-config says, problems with it)."""
+    path = sections["engine"].vllm_config
+    try:
+        return (read_served_models(path, sections["model"].hf_checkpoint) if path else ()), []
+    except ConfigError as error:
+        return (), error.problems
+
+
+def _questions(tokens: OwnedTokens, of_groups: list[str], model_options: list[str]) -> dict[str, list[str]]:
     """What to ask whom: those that have tokens to check, and Megatron always, since its defaults are wanted, too."""
     asked = {"megatron": [*model_options, "--", *tokens.megatron]}
-    if tokens.vllm:
-        asked["vllm"] = tokens.vllm
+    if tokens.vllm or of_groups:
+        asked["vllm"] = [*tokens.vllm, *of_groups]
     if tokens.router:
         asked["router"] = tokens.router
     return asked

@@ -21,9 +21,20 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from vime.errors import DeadlineError, EngineError
+from vime.errors import ConfigError, DeadlineError, EngineError
 
-__all__ = ["HttpScope", "RequestLimit", "RetryPolicy", "current_scope", "get", "new_session", "post", "request_json", "use_scope"]
+__all__ = [
+    "HttpScope",
+    "RequestLimit",
+    "RetryPolicy",
+    "current_scope",
+    "get",
+    "get_model_url",
+    "new_session",
+    "post",
+    "request_json",
+    "use_scope",
+]
 
 BODY_SHOWN = 2000  # characters of a server's error that a message repeats
 KEEP_ALIVE = 4.0  # seconds that an idle connection is kept: less than uvicorn's 5, so that the server is not the first to hang up
@@ -142,6 +153,15 @@ def use_scope(scope: HttpScope) -> Iterator[HttpScope]:
         yield scope
     finally:
         _SCOPE.reset(token)
+
+
+def get_model_url(args: Any, name: str, path: str = "/inference/v1/generate") -> str:
+    """Where a model of --vllm-config is asked: the address of its router, and `path`. ConfigError for a name that the run has not."""
+    routers = args.vllm_model_routers or {}
+    if name not in routers:
+        raise ConfigError(f"no model '{name}' is served: this run has {', '.join(routers) or 'no engines'}. Name it in --vllm-config.")
+    host, port = routers[name]
+    return f"http://{host}:{port}{path}"
 
 
 async def post(

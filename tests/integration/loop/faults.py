@@ -1,4 +1,4 @@
-"""A generate function that makes the run's engines fail, once, and waits until others serve in their place."""
+"""Hooks of a run whose engines fail, once: an actor's that is killed, and a frozen judge's that is stopped."""
 
 import asyncio
 import os
@@ -7,30 +7,30 @@ import time
 from pathlib import Path
 
 from vime.rollout.vllm_rollout import generate
-from vime.utils.http_utils import get
+from vime.utils.http_utils import get, get_model_url, post
 
 FAULTY_STEP_FIRST_INDEX = 16  # of the second step, with 16 samples a step
-SECONDS = 200.0
+SECONDS = 400.0
 
 
 def servers():
-    """The API servers of this run's engines: they are of the run by its mark, and start as python -m MODULE."""
+    """Model folder -> the API server of the engine of this run that serves it; servers are of the run by its mark."""
     mark = f"VIME_TEST_RUN={os.environ['VIME_TEST_RUN']}".encode()
-    found = []
+    found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             ours = mark in (folder / "environ").read_bytes().split(b"\0")
-            words = (folder / "cmdline").read_bytes().split(b"\0")
+            words = (folder / "cmdline").read_bytes().decode().split("\0")
         except OSError:
             continue
-        if ours and words[1:3] == [b"-m", b"vllm.entrypoints.openai.api_server"]:
-            found.append(int(folder.name))
-    return sorted(found)
+        if ours and words[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]:
+            found[words[words.index("--model") + 1]] = int(folder.name)
+    return found
 
 
 async def workers(args):
-    url = f"http://{args.vllm_router_ip}:{args.vllm_router_port}/list_workers"
-    return set((await get(url))["urls"])
+    """The engines behind both routers."""
+    return {url for name in ("policy", "judge") for url in (await get(get_model_url(args, name, "/list_workers")))["urls"]}
 
 
 async def replaced(args, before):
@@ -45,13 +45,22 @@ async def replaced(args, before):
 
 
 async def generate_and_fail(args, sample, sampling_params):
-    """In the second step one engine is killed and the other stopped, before the step's samples are asked for."""
+    """In the second step both engines fail before the step's samples are asked for."""
     if sample.index == FAULTY_STEP_FIRST_INDEX:
         before = await workers(args)
-        first, second = servers()
-        os.kill(first, signal.SIGKILL)
-        os.kill(second, signal.SIGSTOP)
-        sample = await generate(args, sample, sampling_params)  # answered by who comes after them
+        found = servers()
+        os.kill(found.pop(args.hf_checkpoint), signal.SIGKILL)
+        os.kill(found.popitem()[1], signal.SIGSTOP)
+        sample = await generate(args, sample, sampling_params)  # answered by who comes after it
         await replaced(args, before)
         return sample
     return await generate(args, sample, sampling_params)
+
+
+async def judged(args, sample, **kwargs):
+    """The judge's probability of its own likeliest continuation of the sample, which no training moves."""
+    params = {"max_tokens": 1, "temperature": 0.0, "logprobs": 0, "detokenize": False}
+    answer = await post(get_model_url(args, "judge"), {"token_ids": sample.tokens, "sampling_params": params})
+    choice = answer["choices"][0]
+    assert choice["weight_versions"][0]["version"] == "default"  # it is sent no weights
+    return choice["logprobs"]["content"][0]["logprob"]

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from aiohttp import web
 
 from tests.unit.rollout.support import run, serving
-from vime.errors import DeadlineError, EngineError
-from vime.utils.http_utils import HttpScope, RequestLimit, RetryPolicy, get, post, use_scope
+from vime.errors import ConfigError, DeadlineError, EngineError
+from vime.utils.http_utils import HttpScope, RequestLimit, RetryPolicy, get, get_model_url, post, use_scope
 
 QUICK = RetryPolicy(timeout=5.0, retries=3, backoff=0.001)
 
@@ -205,6 +206,14 @@ def test_a_taker_of_several_slots_that_is_cancelled_gives_them_back() -> None:
         return limit._value
 
     assert run(attempt()) == 3
+
+
+def test_a_models_url_is_that_of_its_router_and_other_names_are_refused() -> None:
+    args = SimpleNamespace(vllm_model_routers={"policy": ("127.0.0.1", 8100), "judge": ("127.0.0.1", 8101)})
+    assert get_model_url(args, "judge") == "http://127.0.0.1:8101/inference/v1/generate"
+    assert get_model_url(args, "policy", "/v1/chat/completions") == "http://127.0.0.1:8100/v1/chat/completions"
+    with pytest.raises(ConfigError, match="no model 'jugde' is served: this run has policy, judge"):
+        get_model_url(args, "jugde")
 
 
 def test_get_reads_json() -> None:

@@ -20,7 +20,7 @@ from vime.backends.weight_transfer.control import EngineControl, EngineEndpoint
 from vime.config import RunConfig
 from vime.errors import CheckpointError, ConfigError, EngineError
 
-__all__ = ["FRESH_WEIGHTS", "SERVED_NAME", "EngineFacts", "ask_engine", "check_workers", "greet_engine", "shake_hands"]
+__all__ = ["FRESH_WEIGHTS", "SERVED_NAME", "EngineFacts", "ask_engine", "check_router", "check_workers", "greet_engine", "shake_hands"]
 
 FRESH_WEIGHTS = "default"  # the weight version of an engine that has been sent none
 SERVED_NAME = "vime"
@@ -47,6 +47,7 @@ NEEDED = {  # path -> what an engine without it lacks
     "/finish_weight_update": _TOO_OLD,
     "/weight_info": _TOO_OLD,
 }
+_MAY_DIFFER = ("name", "url", "max_requests", "max_logprobs", "weight_version", "paused")  # from engine to engine
 _DTYPES = {"half": "float16", "float": "float32", "auto": None}  # other names of vLLM's --dtype
 
 
@@ -125,11 +126,12 @@ def shake_hands(config: RunConfig, endpoints: Sequence[EngineEndpoint], router: 
     """
     facts = [ask_engine(EngineControl.of(endpoint)) for endpoint in endpoints]
     problems = list(engine_disagreements(config, facts))
+    waiting = [engine for engine in facts if engine.paused]  # external ones, whose weights are half loaded: the first sync mends that
     for endpoint in endpoints:
-        problems += _reply_problems(EngineControl.of(endpoint))
+        problems += _reply_problems(EngineControl.of(endpoint)) if not waiting else []
     if len(facts) != config.num_engines:
         problems.append(f"{len(facts)} engines came up, --rollout-num-gpus and --rollout-num-gpus-per-engine ask for {config.num_engines}.")
-    problems += router_disagreements(config, [endpoint.url for endpoint in endpoints], router)
+    problems += router_disagreements(config, [endpoint.url for endpoint in endpoints], router, ask=not waiting)
     _raise_if(problems)
     return facts
 
@@ -165,15 +167,18 @@ def engine_disagreements(config: RunConfig, engines: Sequence[EngineFacts]) -> I
         first = engines[0]
         for field in (each.name for each in fields(EngineFacts)):
             here, there = getattr(engine, field), getattr(first, field)
-            if field not in wanted and field not in ("name", "url", "max_requests", "max_logprobs") and here != there:
+            if field not in wanted and field not in _MAY_DIFFER and here != there:
                 yield (
                     f"{_words(field)} of {engine} is {_shown(here)}, that of {first} is {_shown(there)}. "
                     "All engines of a run must be alike: start them with the same vLLM and the same flags."
                 )
 
 
-def router_disagreements(config: RunConfig, urls: Sequence[str], router: RouterClient) -> list[str]:
-    """The router has exactly our engines, all of them healthy, passes requests on, and has the policy that was asked for."""
+def router_disagreements(config: RunConfig, urls: Sequence[str], router: RouterClient, *, ask: bool = True) -> list[str]:
+    """The router has exactly our engines, all of them healthy, passes requests on, and has the policy that was asked for.
+
+    Without `ask` no request is sent through it, and so its policy is not known.
+    """
     health = router.worker_health()
     problems = _worker_problems(urls, health, router.url)
     problems += [
@@ -189,7 +194,7 @@ def router_disagreements(config: RunConfig, urls: Sequence[str], router: RouterC
             f"(--router-max-concurrent-requests, --router-queue-size), {len(urls)} engines with --vllm-server-concurrency "
             f"{config.engine.vllm_server_concurrency} have up to {in_flight} in flight. Raise the first, or lower the last."
         )
-    if problems:
+    if problems or not ask:
         return problems
     try:
         EngineControl(router.url, "", name="the router").prompt_log_probs(_PROBE, seconds=SECONDS)
@@ -200,6 +205,11 @@ def router_disagreements(config: RunConfig, urls: Sequence[str], router: RouterC
         source = "--router-policy asks for" if "--policy" in config.router_tokens else "a run without --router-policy expects"
         problems.append(f"the router at {router.url} chooses engines by {policy}, {source} {wanted}. Start it with --policy {wanted}.")
     return problems
+
+
+def check_router(config: RunConfig, urls: Sequence[str], router: RouterClient) -> None:
+    """Whether the router in front of engines that are known already is as `router_disagreements` wants it; EngineError else."""
+    _raise_if(router_disagreements(config, urls, router))
 
 
 def check_workers(urls: Sequence[str], router: RouterClient) -> None:
@@ -251,6 +261,8 @@ def _expectations(config: RunConfig) -> dict[str, _Expected]:
         ),
         "transport": _Expected(value=SHM_TRANSPORT, source="the trainer sends over", cure="Leave --vllm-weight-transfer-config out."),
     }
+    if config.engine.rollout_external_engine_addrs:  # they may have served a run before: the first sync makes them this run's
+        del wanted["weight_version"], wanted["paused"]
     length = config.rollout.rollout_max_context_len
     if length is not None:
         cure = "Start it with that --max-model-len."

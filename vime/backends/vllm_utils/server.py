@@ -103,16 +103,20 @@ class EngineServer:
         index: int,
         log_path: Path,
         run_id: str,
+        name: str | None = None,
         port: int | None = None,
+        secret: str | None = None,
         extra_env: Mapping[str, str] | None = None,
     ) -> None:
-        """`port`: a fixed loopback port (default: any free one). `extra_env` goes on top of the engine's environment."""
+        """`name`: default "engine <index>". `port`: a fixed loopback port (default: any free one). `secret`: of its control paths
+        (default: a new one). `extra_env` goes on top of the engine's environment."""
         self._config = config
-        self.name = f"engine {index} of run {run_id}"
+        name = name or f"engine {index}"
+        self.name = f"{name} of run {run_id}"
         remove_stale_segments()
         self._claim = PortClaim(port, what=self.name)
-        secret = new_secret()
-        self.endpoint = EngineEndpoint(name=f"engine {index}", url=f"http://{LOOPBACK}:{self._claim.port}", secret=secret)
+        secret = secret or new_secret()
+        self.endpoint = EngineEndpoint(name=name, url=f"http://{LOOPBACK}:{self._claim.port}", secret=secret)
         env = engine_environment(config, secret=secret) | dict(extra_env or {})
         command = engine_command(config, port=self._claim.port)
         self._process = ServerProcess(self.name, command, env=env, log_path=Path(log_path))

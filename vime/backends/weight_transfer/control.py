@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import threading
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ __all__ = ["SECRET_HEADER", "EngineControl", "EngineEndpoint"]
 SECRET_HEADER = "x-vime-control"  # carries the secret; vllm-router does not forward it
 
 _RETRIES = 3  # further tries of a repeatable call
+_HEALTH_INTERVAL = 0.2  # seconds between looks at an engine that is awaited
 _BACKOFF = 0.1  # seconds before the first of them; doubles
 
 
@@ -58,6 +60,14 @@ class EngineControl:
         except (OSError, http.client.HTTPException):
             return False
         return status == 200
+
+    def wait_healthy(self, seconds: float, stop: threading.Event) -> bool:
+        """Whether the engine is up within `seconds`; `stop` ends the wait."""
+        deadline = time.monotonic() + seconds
+        while not self.healthy():
+            if time.monotonic() > deadline or stop.wait(_HEALTH_INTERVAL):
+                return False
+        return True
 
     def serves(self, path: str, seconds: float | None = None) -> bool:
         """Whether the engine has this path; asked with GET, which answers 405 where only POST does something.

@@ -51,24 +51,22 @@ class EngineConfig:
     vllm_start_deadline: float = opt(600.0, "Seconds an engine may take to become healthy.", gt=0)
     vllm_config: str | None = opt(
         None,
-        "File of engine groups: models, sizes, roles, flags of their own.",
+        "YAML file of what engines serve: models (one trained, others frozen), and of each groups of engines with flags of their own.",
         type=str,
         path="file",
-        not_yet="all engines are alike and serve the model that is trained. Give their flags as --vllm-X.",
     )
     prefill_num_servers: int | None = opt(
         None,
         "Engines that only prefill; the others decode.",
         type=int,
         ge=1,
-        not_yet="every engine prefills and decodes. Leave it out.",
+        not_yet="prefill hands keys and values to decode through a KV connector, and vLLM's CPU build has none. Leave it out.",
     )
     rollout_external_engine_addrs: list[str] = opt(
         [],
-        "host:port of engines that were started elsewhere.",
+        "host:port of engines on this machine that `vime engine` started; they are sent weights, and never ended.",
         many=True,
         type=str,
-        not_yet="a run starts its own engines. Leave it out.",
     )
 
 
