@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from vime.backends.vllm_utils.handshake import router_disagreements
 from vime.backends.vllm_utils.process import PortClaim
 from vime.backends.vllm_utils.router import ExternalRouter, RouterServer
 from vime.backends.vllm_utils.server import EngineServer
 from vime.backends.weight_transfer.control import SECRET_HEADER, EngineControl
+from vime.config import RunConfig
 from vime.errors import EngineError, ResourceError
 
 pytestmark = pytest.mark.integration
@@ -48,6 +50,19 @@ def test_workers_come_and_go(engine: EngineServer, router: RouterServer) -> None
     router.add_worker(url)
     assert router.workers() == [url]
     assert EngineControl(router.url, "none").call("POST", "/inference/v1/generate", BODY)["choices"]
+
+
+@pytest.mark.parametrize("policy", ["random", "round_robin", "cache_aware", "power_of_two", "consistent_hash", "sticky_least_loaded"])
+def test_each_policy_of_the_router_passes_requests_on_and_is_the_one_it_says(engine: EngineServer, tmp_path: Path, policy: str) -> None:
+    log = tmp_path / "router.log"
+    server = RouterServer([engine.endpoint.url], log_path=log, router_tokens=["--policy", policy])
+    try:
+        server.wait_ready(60.0)
+        assert EngineControl(server.url, "none").call("POST", "/inference/v1/generate", BODY)["choices"]
+        assert server.policy() == policy
+        assert router_disagreements(RunConfig(router_tokens=("--policy", policy)), [engine.endpoint.url], server) == []
+    finally:
+        server.stop()
 
 
 def test_a_router_that_cannot_start_shows_its_log(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -24,6 +25,8 @@ from vime.backends.vllm_utils.router import RouterServer
 from vime.backends.weight_transfer.control import EngineControl, EngineEndpoint
 from vime.config.sections import WeightUpdateConfig
 from vime.errors import EngineError
+from vime.rollout.engine_client import EngineClient
+from vime.utils.http_utils import HttpScope, RequestLimit
 
 pytestmark = pytest.mark.integration
 
@@ -104,6 +107,30 @@ def test_both_engines_get_the_weights_and_the_requests(
     served = [engine.metric("vllm:request_success_total") - earlier for engine, earlier in zip(engines, before, strict=True)]
     assert versions == {str(version): 8}
     assert served == [4, 4]
+
+
+def test_a_session_stays_on_one_engine_with_consistent_hash(trainer: Any, second: Owner, tmp_path: Path) -> None:
+    engines = [EngineControl.of(endpoint) for endpoint in (trainer.engine.endpoint, second.endpoint)]
+    router = RouterServer([engine.url for engine in engines], log_path=tmp_path / "r.log", router_tokens=["--policy", "consistent_hash"])
+
+    def served_by(session: str) -> tuple[float, ...]:
+        """How many of four requests of a session each engine answered."""
+        before = [engine.metric("vllm:request_success_total") for engine in engines]
+        asyncio.run(ask(session))
+        return tuple(engine.metric("vllm:request_success_total") - earlier for engine, earlier in zip(engines, before, strict=True))
+
+    async def ask(session: str) -> None:
+        scope = HttpScope(base_url=router.url, limit=RequestLimit(4))
+        for _ in range(4):
+            await EngineClient(scope).generate([9, 8, 7], {"max_new_tokens": 2, "temperature": 1.0}, session_id=session)
+        await scope.close()
+
+    try:
+        router.wait_ready(60.0)
+        found = {served_by(f"session {number}") for number in range(12)}
+    finally:
+        router.stop()
+    assert found == {(4.0, 0.0), (0.0, 4.0)}
 
 
 def test_an_engine_that_dies_in_a_transfer_is_left_behind_and_the_other_serves_the_new_version(
