@@ -41,8 +41,6 @@ RENAMED: dict[str, str] = {  # same value, other name
     "--sglang-tool-call-parser": "--vllm-tool-call-parser",
     "--sglang-reasoning-parser": "--vllm-reasoning-parser",
     "--sglang-log-level": "--vllm-uvicorn-log-level",
-    "--sglang-dp-size": "--vllm-data-parallel-size",
-    "--sglang-pp-size": "--vllm-pipeline-parallel-size",
     "--sglang-enable-eplb": "--vllm-enable-eplb",
     "--sglang-enable-lora": "--vllm-enable-lora",
 }
@@ -77,6 +75,7 @@ CHANGED: dict[str, str] = {  # same name, other default or meaning, and why
     "--memory-snapshot-dir": "The run's log folder instead of the current one.",
 }
 
+_ONE_GROUP = "An engine is one tensor-parallel group: start more engines with --rollout-num-gpus."
 _ENGINE_PATCH = "It needs patches of the engine's source; engines run unpatched here."
 _QUEUE = "Rollout data travels through Ray's object store; the data source's state is part of the commit."
 _SHAPE = "The model's shape comes from its config.json."
@@ -139,10 +138,12 @@ GONE: dict[str, str] = {  # why, and what to say instead
     "--ci-load-grad-norm": _TESTS,
     "--custom-config-path": "Files of flags are given as --config FILE; values for your own hooks belong in a file of theirs.",
     "--vllm-weight-sync-packed": "Weights always travel in flat buckets; --update-weight-buffer-size is their size.",
-    "--sglang-enable-dp-attention": "Say --vllm-data-parallel-size.",
+    "--sglang-dp-size": _ONE_GROUP,
+    "--sglang-pp-size": _ONE_GROUP,
+    "--sglang-enable-dp-attention": _ONE_GROUP,
     "--sglang-tp-size": "Say --rollout-num-gpus-per-engine.",
     "--sglang-ep-size": "Say --vllm-enable-expert-parallel: experts are spread over the engine's GPUs.",
-    "--sglang-moe-dp-size": "Say --vllm-data-parallel-size and --vllm-enable-expert-parallel.",
+    "--sglang-moe-dp-size": _ONE_GROUP,
     "--sglang-speculative-algorithm": 'Say --vllm-speculative-config \'{"method": "mtp", "num_speculative_tokens": 3}\'.',
     "--sglang-custom-pull-weights-pre-read-hook": _ENGINE_PATCH,
     "--vllm-custom-pull-weights-pre-read-hook": _ENGINE_PATCH,

@@ -22,7 +22,7 @@ SGLANG_DROPPED: dict[str, str] = {
     "--sglang-enable-dp-lm-head": "it goes with SGLang's attention in data parallel.",
     "--sglang-moe-dense-tp-size": "it goes with SGLang's attention in data parallel.",
     "--sglang-disable-overlap-schedule": _SCHEDULER,
-    "--sglang-enable-dp-attention": "--sglang-dp-size says it: it becomes --vllm-data-parallel-size.",
+    "--sglang-enable-dp-attention": "an engine is one tensor-parallel group: more engines (--rollout-num-gpus) do the same.",
 }
 
 RENAMED_WHY: dict[str, str] = {  # what to know of a flag whose new name does not mean quite the same
@@ -30,7 +30,6 @@ RENAMED_WHY: dict[str, str] = {  # what to know of a flag whose new name does no
     "--sglang-chunked-prefill-size": "vLLM's budget is for a whole step, decoding included.",
     "--sglang-page-size": "vLLM's block size; leave it out unless you need it.",
     "--sglang-context-length": "it bounds a prompt with its response, and is the engine's max_model_len.",
-    "--sglang-dp-size": "vLLM's own data parallelism; more engines (--rollout-num-gpus) do the same.",
     "--vllm-max-model-len": "it bounds a prompt with its response, and is the engine's max_model_len.",
 }
 
