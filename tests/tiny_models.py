@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -74,4 +75,29 @@ def write_model(name: str, folder: Path) -> Path:
             elif key.endswith(("conv1d.weight", "mlp.gate.weight")):
                 tensor.copy_(0.3 * torch.randn_like(tensor))
     model.save_pretrained(folder)
+    return folder
+
+
+def add_prediction(folder: Path) -> Path:
+    """Give a model that `write_model` wrote a layer for multi-token prediction, random as the rest; its folder is returned."""
+    from safetensors.torch import load_file, save_file
+
+    from vime.backends.megatron_utils.convert.registry import model_ops, model_shape
+    from vime.backends.megatron_utils.convert.shape import with_prediction
+
+    config = json.loads((folder / "config.json").read_text())
+    if config["architectures"] == ["DeepseekV3ForCausalLM"]:
+        config["num_nextn_predict_layers"] = 1
+        (folder / "config.json").write_text(json.dumps(config))
+    shape = with_prediction(model_shape(folder), None)
+    weights = load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(1)
+    for op in model_ops(shape, shape.vocab_size):
+        for name, size in zip(op.hf, op.hf_shapes, strict=True):
+            if op.megatron.startswith("mtp."):
+                around = 1.0 if "norm" in name and not shape.unit_norms else 0.0
+                weights[name] = around + 0.2 * torch.randn(size, generator=generator)
+    assert shape.prediction is not None
+    weights |= {copy: weights[original].clone() for copy, original in shape.prediction.copies.items()}
+    save_file(weights, str(folder / "model.safetensors"), metadata={"format": "pt"})
     return folder

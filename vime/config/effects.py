@@ -70,7 +70,7 @@ _LORA = _names("lora_alpha lora_dropout lora_target_modules lora_load lora_sync"
 _TRAINER = _names(
     "actor_num_nodes actor_num_gpus_per_node offload_train train_env_vars actor_deadline lr clip_grad seed train_threads "
     "only_train_params_name_list freeze_params_name_list reset_optimizer_states use_stateless_adam log_probs_chunk_size "
-    "async_save no_load_optim recompute_loss_function enable_mtp_training custom_megatron_init_path "
+    "async_save no_load_optim recompute_loss_function enable_mtp_training mtp_num_layers mtp_loss_scaling_factor custom_megatron_init_path "
     "custom_megatron_before_train_step_hook_path custom_model_provider_path rollout_data_postprocess_path save_hf lora_rank keep_old_actor "
     "loss_type custom_loss_function_path calculate_per_token_loss loss_aggregation kl_loss_coef kl_loss_type save_debug_train_data "
     "capsule_steps capsule_dir capsule_state profile_target memory_snapshot_dir memory_snapshot_num_steps"
@@ -101,6 +101,11 @@ _UNUSED = (
         fields=_names("save_interval async_save save_hf keep_checkpoints"),
         when=lambda c: c.checkpoint.save is None,
         why="without --save, the run's folder: leave it out, or add that.",
+    ),
+    _Unused(
+        fields=_names("mtp_num_layers mtp_loss_scaling_factor"),
+        when=lambda c: not c.training.enable_mtp_training,
+        why="without --enable-mtp-training: leave it out, or add that.",
     ),
     _Unused(
         fields=_names("ckpt_step no_load_optim"),

@@ -15,6 +15,7 @@ def megatron_rules(config: RunConfig) -> Iterator[str]:
     if not config.debug.debug_rollout_only:
         yield from _schedule(config)
         yield from _recomputed(config)
+        yield from _prediction(config)
     yield from _lengths(config)
 
 
@@ -52,6 +53,21 @@ def _recomputed(config: RunConfig) -> Iterator[str]:
     for flag, needed in (("--recompute-method", "full"), ("--recompute-num-layers", "full"), ("--recompute-modules", "selective")):
         if flag in typed and granularity != needed:
             yield f"{flag} has no effect without --recompute-granularity {needed}: leave it out, or add that."
+
+
+def _prediction(config: RunConfig) -> Iterator[str]:
+    """What the layers for multi-token prediction do not go with yet."""
+    if not config.training.enable_mtp_training:
+        return
+    others = {
+        "--pipeline-model-parallel-size": (config.megatron.get("pipeline_model_parallel_size") or 1) > 1,
+        "--context-parallel-size": (config.megatron.get("context_parallel_size") or 1) > 1,
+        "--use-routing-replay": config.algorithm.use_routing_replay,
+        "--custom-model-provider-path": config.model.custom_model_provider_path is not None,
+        "--lora-rank": config.lora.lora_rank is not None,
+    }
+    for flag in (flag for flag, given in others.items() if given):
+        yield f"--enable-mtp-training is not available together with {flag}: leave one of them out."
 
 
 def _lengths(config: RunConfig) -> Iterator[str]:

@@ -9,8 +9,7 @@ from __future__ import annotations
 __all__ = ["CHANGED", "GONE", "GONE_PREFIXES", "MEGATRON", "RENAMED", "explained"]
 
 MEGATRON: frozenset[str] = frozenset(  # slime declares these anew; here they are Megatron's own, checked by Megatron's parser
-    "--distributed-backend --distributed-timeout-minutes --mtp-loss-scaling-factor --mtp-num-layers --no-save-optim "
-    "--optimizer --padded-vocab-size --record-memory-history".split()
+    "--distributed-backend --distributed-timeout-minutes --no-save-optim --optimizer --padded-vocab-size --record-memory-history".split()
 )
 
 RENAMED: dict[str, str] = {  # same value, other name

@@ -18,12 +18,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.tiny_models import write_model
+from tests.tiny_models import add_prediction, write_model
 
 WORKER = Path(__file__).with_name("worker.py")
 Results = Callable[..., dict[str, Any]]
 DEADLINE_S = 280
 FAMILIES = {"qwen3": "", "qwen2": "", "llama": "", "qwen3_moe": "experts", "deepseek_v3": "experts", "qwen3_next": "experts", "qwen3_5": ""}
+PREDICTING = "deepseek_v3_mtp"  # with a layer for multi-token prediction that is trained
 FULL = "full"  # the small disk
 RECOMPUTE = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
 OWN_LOSS = {"loss_type": "custom_loss", "custom_loss_function_path": "own_losses.policy_gradient"}
@@ -31,7 +32,8 @@ OWN_LOSS = {"loss_type": "custom_loss", "custom_loss_function_path": "own_losses
 
 def make_models(folder: Path) -> dict[str, str]:
     """Tiny random models, one a family, with weights large enough for a wrong sum to show."""
-    return {name: str(write_model(name, folder / name)) for name in FAMILIES}
+    models = {name: str(write_model(name, folder / name)) for name in FAMILIES}
+    return models | {PREDICTING: str(add_prediction(write_model("deepseek_v3", folder / PREDICTING)))}
 
 
 def cases_of(models: dict[str, str], folder: Path) -> dict[int, list[dict[str, Any]]]:
@@ -41,7 +43,8 @@ def cases_of(models: dict[str, str], folder: Path) -> dict[int, list[dict[str, A
     grads: dict[str, Any] = {"gradients": True}
     kl = {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k3", "entropy_coef": 0.01}
     one, two = [], []
-    for family, path in models.items():
+    for family in FAMILIES:
+        path = models[family]
         one.append({"name": f"{family}_1", "model": path, **grads})
         if "experts" not in FAMILIES[family]:  # with experts Megatron refuses tensor without sequence parallelism
             two.append({"name": f"{family}_tp2", "model": path, "tokens": tp2, **grads})
@@ -49,6 +52,10 @@ def cases_of(models: dict[str, str], folder: Path) -> dict[int, list[dict[str, A
             two.append({"name": f"{family}_pp2", "model": path, "tokens": ["--pipeline-model-parallel-size", "2"], **grads})
             two.append({"name": f"{family}_ep2", "model": path, "tokens": ["--expert-model-parallel-size", "2"], **grads})
         two.append({"name": f"{family}_sp2", "model": path, "tokens": sp2, **grads})
+    predicting: dict[str, Any] = {"model": models[PREDICTING], "training": {"enable_mtp_training": True}, **grads}
+    one.append({"name": f"{PREDICTING}_1", **predicting})
+    two.append({"name": f"{PREDICTING}_sp2", "tokens": sp2, **predicting})
+    two.append({"name": f"{PREDICTING}_ep2", "tokens": ["--expert-model-parallel-size", "2"], **predicting})
     path = models["qwen3"]
     more = {"model": path, "first": 2, "load": str(folder / "save_1")}
     one += [

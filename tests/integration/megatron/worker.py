@@ -78,7 +78,7 @@ def make_batch(samples: list[TrainSample], *, rank: int, size: int, micro: int, 
 
 def weights(trainer: MegatronTrainer) -> dict[str, torch.Tensor]:
     """As the engines get them: with the adapters merged."""
-    return {name: tensor for bucket in trainer.hf_weights(30_000) for name, tensor in bucket}
+    return {name: tensor for bucket in trainer.hf_weights(30_000, prediction=True) for name, tensor in bucket}
 
 
 def gradients(trainer: MegatronTrainer) -> dict[str, torch.Tensor]:

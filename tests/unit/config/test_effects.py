@@ -61,6 +61,8 @@ def test_a_run_without_needless_flags_is_valid(valid, base):
         ({}, {"async_save": True}, "--async-save", "--save"),
         ({"debug_rollout_only": True}, {"save": "run", "async_save": True}, "--async-save", "--debug-rollout-only"),
         ({}, {"ckpt_step": 3}, "--ckpt-step", "--load"),
+        ({}, {"mtp_loss_scaling_factor": 0.1}, "--mtp-loss-scaling-factor", "--enable-mtp-training"),
+        ({}, {"mtp_num_layers": 1}, "--mtp-num-layers", "--enable-mtp-training"),
         ({}, {"no_load_optim": True}, "--no-load-optim", "--load"),
         ({}, {"eval_temperature": 0.0}, "--eval-temperature", "--eval-prompt-data"),
         ({}, {"eval_reward_key": "x"}, "--eval-reward-key", "--eval-prompt-data"),
@@ -163,7 +165,7 @@ def test_every_setting_of_the_table_can_be_and_not_be(valid):
     runs = [
         valid,
         change(valid, **SFT),
-        change(valid, debug_rollout_only=True, load="other"),
+        change(valid, debug_rollout_only=True, load="other", enable_mtp_training=True),
         change(valid, use_tensorboard=True, save="run", use_wandb=True, wandb_group="g", use_dynamic_batch_size=True, use_kl_loss=True),
         change(valid, **EVAL, eval_temperature=0.0, num_rollout=0, rollout_function_path="a.b", rm_type="remote_rm", lora_rank=8),
         change(valid, partial_rollout=True, max_weight_staleness=1, use_fault_tolerance=True, device="cuda", advantage_estimator="ppo"),

@@ -65,3 +65,21 @@ def test_steps_are_those_of_all_rollouts(tmp_path: Path) -> None:
     data = valid_config(tmp_path).data
     assert planned_steps(replace(data, num_rollout=3, rollout_batch_size=8, n_samples_per_prompt=2, global_batch_size=4)) == 12
     assert planned_steps(replace(data, num_rollout=None)) is None
+
+
+@pytest.mark.parametrize(
+    ("ours", "values", "flag"),
+    [
+        ({}, {"pipeline_model_parallel_size": 2}, "--pipeline-model-parallel-size"),
+        ({}, {"context_parallel_size": 2}, "--context-parallel-size"),
+        ({"use_routing_replay": True}, {}, "--use-routing-replay"),
+        ({"custom_model_provider_path": "a.b"}, {}, "--custom-model-provider-path"),
+        ({"lora_rank": 8}, {}, "--lora-rank"),
+    ],
+)
+def test_what_multi_token_prediction_does_not_go_with_is_told(
+    tmp_path: Path, ours: dict[str, Any], values: dict[str, Any], flag: str
+) -> None:
+    assert said(tmp_path, ours=ours, **values) == []
+    (problem,) = said(tmp_path, ours={**ours, "enable_mtp_training": True}, **values)
+    assert problem.startswith(f"--enable-mtp-training is not available together with {flag}")

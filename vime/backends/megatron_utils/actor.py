@@ -23,6 +23,7 @@ from vime.backends.megatron_utils.advantages import token_means, with_advantages
 from vime.backends.megatron_utils.arguments import resolve
 from vime.backends.megatron_utils.checkpoint import load_state, start_save
 from vime.backends.megatron_utils.convert.registry import model_ops, model_shape
+from vime.backends.megatron_utils.convert.shape import ModelShape, with_prediction
 from vime.backends.megatron_utils.convert.transfer import HFWeights, Ranks, load_hf_weights, parameters_by_name
 from vime.backends.megatron_utils.convert.writer import HFExport, keep_model_files
 from vime.backends.megatron_utils.experts import RoutingTape, routing_metrics
@@ -77,7 +78,7 @@ class MegatronTrainer:
         if config.model.hf_checkpoint is None:
             raise ConfigError("--hf-checkpoint is required: it names the folder with the model to train.")
         self._config = config
-        self._shape = model_shape(config.model.hf_checkpoint)
+        self._shape = self._shape_of(config.model.hf_checkpoint)
         per_node = config.cluster.actor_num_gpus_per_node
         self._platform = bootstrap.platform(config.cluster, local_rank=rank % per_node)
         bootstrap.set_threads(config.training, min(per_node, world_size))
@@ -230,14 +231,15 @@ class MegatronTrainer:
             self._settle_parameters()
             self._sent.keep(version)
 
-    def hf_weights(self, bucket_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    def hf_weights(self, bucket_bytes: int, *, prediction: bool = False) -> Iterator[list[tuple[str, torch.Tensor]]]:
         """The weights under Hugging Face names, in buckets of about `bucket_bytes`, without vocabulary padding.
 
+        With `prediction` those of trained layers for multi-token prediction, too: an engine has no place for them in its model.
         Collective: all ranks must exhaust it. Rank 0 gets the tensors, the others as many empty lists.
         """
         with self._watched("gather the weights"):
             self._settle_parameters()
-            yield from self._weights.buckets(bucket_bytes)
+            yield from self._weights.buckets(bucket_bytes, without=None if prediction else "mtp.")
 
     def save_hf(self, path: str) -> None:
         """Write a Hugging Face folder that `transformers` loads: config, tokenizer files, safetensors in shards.
@@ -245,8 +247,9 @@ class MegatronTrainer:
         Rank 0 writes. Raises on all ranks what it meets: ResourceError when the folder cannot be written.
         """
         source = Path(str(self._config.model.hf_checkpoint))
-        export = HFExport(source, Path(path), self._shape.carried) if dist.get_rank() == 0 else None
-        for bucket in self.hf_weights(EXPORT_BUCKET_BYTES):  # to its end, whatever rank 0 meets: the others are sending
+        copies = self._shape.prediction.copies if self._shape.predicts and self._shape.prediction is not None else {}
+        export = HFExport(source, Path(path), self._shape.carried, copies) if dist.get_rank() == 0 else None
+        for bucket in self.hf_weights(EXPORT_BUCKET_BYTES, prediction=True):  # to its end, whatever rank 0 meets: the others are sending
             if export is not None:
                 export.take(bucket)
         failure = [None if export is None else export.finish()]
@@ -368,6 +371,11 @@ class MegatronTrainer:
             self._model_config.adapter_dropout = self._config.lora.lora_dropout  # type: ignore[attr-defined]  # where `forward_logits` looks
             self._sent = SentVersions(HeldWeights(chunks, is_adapter), count=versions)
 
+    def _shape_of(self, folder: str) -> ModelShape:
+        """Of the model in a folder, with the layers for multi-token prediction where they are trained."""
+        shape, training = model_shape(folder), self._config.training
+        return with_prediction(shape, training.mtp_num_layers) if training.enable_mtp_training else shape
+
     def _fill(self, chunks: Sequence[torch.nn.Module], folder: str) -> None:
         load_hf_weights(chunks, folder, self._ops, self._shape, ranks=self._ranks)
 
@@ -400,7 +408,7 @@ class MegatronTrainer:
                 continue
             if folder is None:
                 raise ConfigError(f"the {name}'s log-probs are needed, and {flag} is not given: it names the {name}'s Hugging Face folder.")
-            shape = model_shape(folder)
+            shape = self._shape_of(folder)
             if replace(shape, path=self._shape.path) != self._shape:
                 raise ConfigError(
                     f"the {name} {shape.path} has another shape than {self._shape.path}; it must be of the same architecture."
@@ -518,10 +526,13 @@ class MegatronTrainer:
         return self._loss_hooks.custom_loss is not None
 
     def _loss(self, logits: torch.Tensor, packed: PackedBatch, rows: torch.Tensor | None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        return loss_from_logits(
+        loss, sums = loss_from_logits(
             logits, packed, self._config.algorithm, temperature=self._temperature, tp_group=self._tp_group,
             vocab_size=self._shape.vocab_size, rows=rows, cp_group=self._cp_group, hooks=self._loss_hooks, chunk_rows=self._chunk_rows,
         )  # fmt: skip
+        if (predicted := self._model[-1].module.predicted) is None:
+            return loss, sums
+        return loss + self._config.training.mtp_loss_scaling_factor * predicted, sums | {"mtp_loss": predicted.detach()}
 
     @contextmanager
     def _recorded(self) -> Iterator[None]:

@@ -167,6 +167,7 @@ def resolve(config: RunConfig, shape: ModelShape, where: Platform, *, world_size
     resolved |= platform_values | {dest: value for dest, (value, _) in own.items()}
     resolved.setdefault("attention_dropout", shape.attention_dropout)
     vars(args).update(resolved | explicit)
+    args.prediction_layers = shape.prediction.layers if shape.predicts and shape.prediction is not None else 0
     return _validated(args, world_size=world_size, rank=rank)
 
 

@@ -42,7 +42,12 @@ def critic_config(config: RunConfig) -> RunConfig:
     return replace(
         config,
         model=replace(config.model, hf_checkpoint=critic.critic_load or config.model.hf_checkpoint, ref_update_interval=None),
-        training=replace(config.training, lr=config.training.lr if critic.critic_lr is None else critic.critic_lr),
+        training=replace(
+            config.training,
+            lr=config.training.lr if critic.critic_lr is None else critic.critic_lr,
+            enable_mtp_training=False,
+            mtp_num_layers=None,
+        ),
         algorithm=AlgorithmConfig(
             loss_type=VALUE_LOSS,
             advantage_estimator=policy.advantage_estimator,

@@ -27,7 +27,7 @@ from vime.backends.megatron_utils.layer_probe import has_transformer_engine
 from vime.backends.megatron_utils.linear import ColumnLinear, RowLinear
 from vime.backends.megatron_utils.norm import RMSNorm
 
-__all__ = ["GatedMLP", "LastLayer", "layer_spec"]
+__all__ = ["GatedMLP", "LastLayer", "attention_layer", "layer_spec"]
 
 
 class GatedMLP(MLP):
@@ -57,6 +57,25 @@ class LastLayer(TransformerLayer):
 def layer_spec(config: TransformerConfig, *, stage: int | None = None, last: bool = True) -> TransformerBlockSubmodules:
     """The submodules of this pipeline rank's decoder layers, of chunk `stage` where there are several. `last`: the output layer follows."""
     engine = has_transformer_engine()
+    spec = _attention_layers(config, stage)
+    layers = list(spec.layer_specs)
+    if config.experimental_attention_variant is not None:
+        offset = get_transformer_layer_offset(config, vp_stage=stage)
+        layers = [_linear(layer) if config.linear_attention_freq[offset + i] else layer for i, layer in enumerate(layers)]
+    if engine:
+        return replace(spec, layer_specs=layers)
+    if last:
+        layers[-1] = replace(layers[-1], module=LastLayer)
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+
+
+def attention_layer(config: TransformerConfig) -> ModuleSpec:
+    """A decoder layer as the model's last, with attention over all positions whatever that has."""
+    return _attention_layers(config, None).layer_specs[-1]
+
+
+def _attention_layers(config: TransformerConfig, stage: int | None) -> TransformerBlockSubmodules:
+    engine = has_transformer_engine()
     plain = copy(config)  # Megatron's own spec of linear attention needs Transformer Engine, and layers of it are put in below
     plain.experimental_attention_variant = None
     spec = get_gpt_decoder_block_spec(plain, use_transformer_engine=engine, normalization=config.normalization, vp_stage=stage)
@@ -69,15 +88,7 @@ def layer_spec(config: TransformerConfig, *, stage: int | None = None, last: boo
             layer.submodules.mlp = partial(GatedMLP.as_mlp_submodule, submodules=inner)
         if not engine:
             _put_ours(layer.submodules, config)
-    layers = list(spec.layer_specs)
-    if config.experimental_attention_variant is not None:
-        offset = get_transformer_layer_offset(config, vp_stage=stage)
-        layers = [_linear(layer) if config.linear_attention_freq[offset + i] else layer for i, layer in enumerate(layers)]
-    if engine:
-        return replace(spec, layer_specs=layers)
-    if last:
-        layers[-1] = replace(layers[-1], module=LastLayer)
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+    return spec
 
 
 def _linear(layer: ModuleSpec) -> ModuleSpec:

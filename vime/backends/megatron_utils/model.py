@@ -19,6 +19,7 @@ from vime.backends.megatron_utils.context_shard import context_shard
 from vime.backends.megatron_utils.layer_probe import has_transformer_engine
 from vime.backends.megatron_utils.layer_spec import layer_spec
 from vime.backends.megatron_utils.packed_params import PackedParams, computed_params, packed_params, shard_params
+from vime.backends.megatron_utils.prediction import prediction_block, prediction_loss
 from vime.errors import HookError
 from vime.hooks import hook_errors
 from vime.packing.computed import computed_row
@@ -36,6 +37,24 @@ class PackedGPTModel(GPTModel):
     reads positions as absolute over the pack when max_seqlen happens to equal the pack's length (rope_utils.py, "CASE 1").
     Frequencies gathered by position need neither.
     """
+
+    # `mtp`: the layers for multi-token prediction, where they are trained; Megatron looks whether there is such an attribute
+    words: int | None = None  # the vocabulary without padding
+    predicted: torch.Tensor | None = None  # their loss on the micro-batch that was computed last
+
+    def _postprocess(
+        self, hidden_states: torch.Tensor, *args: Any, packed_seq_params: Any = None, rotary_pos_emb: Any = None, padding_mask: Any = None,
+        **named: Any,
+    ) -> Any:  # fmt: skip
+        if (packed := getattr(packed_seq_params, "predicts", None)) is not None:
+            tied = self.share_embeddings_and_output_weights
+            self.predicted = prediction_loss(
+                self.mtp, hidden_states, packed, embedding=self.embedding, output_layer=self.output_layer,
+                output_weight=self.shared_embedding_or_output_weight() if tied else self.output_layer.weight, tp_group=self.tp_group,
+                vocab_size=self.words, packed_seq_params=packed_seq_params, rotary_pos_emb=rotary_pos_emb, padding_mask=padding_mask,
+            )  # fmt: skip
+        shape = {"packed_seq_params": packed_seq_params, "rotary_pos_emb": rotary_pos_emb, "padding_mask": padding_mask}
+        return super()._postprocess(hidden_states, *args, **shape, **named)
 
     def _preprocess(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, decoder_input: Any = None, inference_context: Any = None,
@@ -102,7 +121,7 @@ def gpt_model(
     `layers` are TransformerBlockSubmodules, as `layer_spec` makes them. For functions of --custom-model-provider-path, too.
     """
     config = transformer_config(args)
-    return PackedGPTModel(
+    model = PackedGPTModel(
         config,
         layers or layer_spec(config, stage=vp_stage, last=post_process),
         vocab_size=args.padded_vocab_size,
@@ -118,6 +137,9 @@ def gpt_model(
         seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
         vp_stage=vp_stage,
     )
+    if args.prediction_layers:
+        model.mtp, model.words = prediction_block(config, args.prediction_layers), args.vocab_size
+    return model
 
 
 def _provided(args: argparse.Namespace, provider: Provider, path: str) -> Provider:
@@ -166,9 +188,12 @@ def forward_logits(
     drops = model.training and max(dropped) > 0  # samples share no dropped unit
     routes = config.num_moe_experts is not None  # the router's statistics are of all tokens
     routes |= config.experimental_attention_variant is not None  # and a linear attention's state runs through each sequence by itself
-    if wanted is None or drops or routes or config.sequence_parallel or packed.tokens.device.type != "cpu":
+    predicts = model.training and torch.is_grad_enabled() and getattr(getattr(model, "module", model), "mtp", None) is not None
+    if wanted is None or drops or routes or predicts or config.sequence_parallel or packed.tokens.device.type != "cpu":
         padding = packed.sequence_ids < 0
-        return _run(model, packed.tokens, packed.position_ids, packed_params(packed, thd=thd), wanted, padding), wanted
+        params = packed_params(packed, thd=thd)
+        params.predicts = packed if predicts else None
+        return _run(model, packed.tokens, packed.position_ids, params, wanted, padding), wanted
     computed = computed_row(packed, wanted)
     out = _run(model, computed.tokens, computed.position_ids, computed_params(computed), None, None)
     return out[: len(wanted)] if is_last(model) else out, wanted

@@ -60,6 +60,7 @@ class PackedParams(PackedSeqParams):
     rotary: tuple[torch.Tensor, torch.Tensor] | None = None  # cosines [T, 1, D] and sines [T, 1, D / 2]
     positions: torch.Tensor | None = None  # [T] i64, where attention computes its own rotary frequencies (`latent.LatentAttention`)
     rows: torch.Tensor | None = None  # [N] i64: the only ones that the last layer hands on (`layer_spec.LastLayer`); None = all
+    predicts: PackedBatch | None = None  # what the layers for multi-token prediction learn from (`prediction`); None = they do not run
     shard: ContextShard | None = None  # with context parallelism: what this rank has of the pack
 
 

@@ -39,8 +39,10 @@ class TrainingConfig:
         "Compute a loss of one's own once more in the backward pass instead of keeping its intermediates.",
     )
     enable_mtp_training: bool = opt(
-        False, "Train the multi-token-prediction layers, too.", not_yet="models are trained without such layers. Leave it out."
+        False, "Train the multi-token-prediction layers, too: they learn from the model, which is trained as without them."
     )
+    mtp_num_layers: int | None = opt(None, "How many such layers there are; default: what config.json says.", type=int, ge=1)
+    mtp_loss_scaling_factor: float = opt(0.2, "Weight of their loss.", ge=0)
     custom_megatron_init_path: str | None = opt(None, "Called once Megatron is initialised: fn(args).", type=str)
     custom_megatron_before_log_prob_hook_path: str | None = opt(
         None, "Called before a log-prob pass: fn(args, model, store_prefix).", type=str

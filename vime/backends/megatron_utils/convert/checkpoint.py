@@ -28,7 +28,7 @@ from vime.backends.megatron_utils import bootstrap
 from vime.backends.megatron_utils.convert.folder import HFFolder
 from vime.backends.megatron_utils.convert.ops import Op
 from vime.backends.megatron_utils.convert.registry import model_ops, model_shape
-from vime.backends.megatron_utils.convert.shape import ModelShape
+from vime.backends.megatron_utils.convert.shape import ModelShape, with_prediction
 from vime.backends.megatron_utils.convert.stored import COMPLETE, StoredTensors, stored_sizes
 from vime.backends.megatron_utils.convert.transfer import check_hf_weights
 from vime.backends.megatron_utils.convert.writer import HFWriter, copy_small_files, keep_model_files
@@ -46,9 +46,12 @@ type Entry = ShardedTensor | ShardedTensorFactory
 
 
 @contextmanager
-def _skeleton(folder: Path) -> Iterator[tuple[ModelShape, list[Op], dict[str, Entry]]]:
-    """(shape, op list, where each Megatron parameter stands in a checkpoint) of the model in an HF folder; its weights are not read."""
-    shape = model_shape(folder)
+def _skeleton(folder: Path, *, predicts: bool = False) -> Iterator[tuple[ModelShape, list[Op], dict[str, Entry]]]:
+    """(shape, op list, where each Megatron parameter stands in a checkpoint) of the model in an HF folder; its weights are not read.
+
+    `predicts`: with its layers for multi-token prediction.
+    """
+    shape = with_prediction(model_shape(folder), None) if predicts else model_shape(folder)
     where = bootstrap.Platform(device=torch.device("cpu"), dtype=torch.float32, backend="gloo")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -171,13 +174,15 @@ def megatron_to_hf(source: Path, target: Path, *, hf_folder: Path, shard_bytes: 
     """
     _check_new(target)
     stored = StoredTensors(source)
-    with _skeleton(hf_folder) as (shape, ops, entries):
+    with _skeleton(hf_folder, predicts=any(key.startswith("mtp.") for key in stored.keys)) as (shape, ops, entries):
         _check_same_model(source, hf_folder, entries, stored)
         writer = HFWriter(target, shard_bytes)
+        copies = shape.prediction.copies if shape.predicts and shape.prediction is not None else {}
         try:
             for op in ops:
                 for name, tensor in zip(op.hf, op.split(_read(stored, entries[op.megatron])), strict=True):
-                    writer.add(name, tensor.clone())
+                    for other in (name, *(copy for copy, original in copies.items() if original == name)):
+                        writer.add(other, tensor.clone())
             writer.add_carried(hf_folder, shape.carried)
             copy_small_files(hf_folder, target)
             writer.close()

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from vime.backends.megatron_utils.convert.ops import QKV, Copy, GatedQKV, GateUp, Op, Sections, Shard, Vocabulary
-from vime.backends.megatron_utils.convert.shape import DeltaShape, ExpertShape, LatentShape, ModelShape
+from vime.backends.megatron_utils.convert.shape import DeltaShape, ExpertShape, LatentShape, ModelShape, PredictionShape
 from vime.backends.megatron_utils.layer_probe import has_transformer_engine
 
 __all__ = ["decoder_ops", "delta_ops", "delta_rest"]
@@ -26,23 +26,55 @@ def decoder_ops(shape: ModelShape, padded_vocab_size: int, *, delta: DeltaOps | 
         )
     ]
     for layer in range(shape.num_layers):
-        ours, theirs = f"decoder.layers.{layer}.", f"{shape.prefix}layers.{layer}."
-        ops.append(_copy(f"{ours}input_layernorm.weight", f"{theirs}input_layernorm.weight", hidden))
-        if shape.delta is not None and shape.delta.layers[layer]:
-            ops += (delta or delta_ops)(shape.delta, hidden, ours + "self_attention.", theirs + "linear_attn.")
-        elif shape.latent is not None:
-            ops += _latent_ops(shape, shape.latent, ours + "self_attention.", theirs + "self_attn.")
-        else:
-            ops += _attention_ops(shape, ours + "self_attention.", theirs + "self_attn.")
-        ops.append(_copy(f"{ours}pre_mlp_layernorm.weight", f"{theirs}post_attention_layernorm.weight", hidden))
-        if shape.experts is not None and shape.experts.layers[layer]:
-            ops += _expert_ops(shape.experts, hidden, ours + "mlp.", theirs + "mlp.")
-        else:
-            ops += _mlp_ops(hidden, shape.ffn_size, ours + "mlp.", theirs + "mlp.")
+        linear = (delta or delta_ops) if shape.delta is not None and shape.delta.layers[layer] else None
+        mixed = shape.experts is not None and shape.experts.layers[layer]
+        ops += _layer_ops(shape, f"decoder.layers.{layer}.", f"{shape.prefix}layers.{layer}.", linear=linear, mixed=mixed)
     ops.append(_copy("decoder.final_layernorm.weight", f"{shape.prefix}norm.weight", hidden))
     if not shape.tied:
         ops.append(Vocabulary(megatron="output_layer.weight", hf=("lm_head.weight",), hf_shapes=(vocab,), padded=padded_vocab_size))
+    if shape.predicts:
+        assert shape.prediction is not None
+        for layer in range(shape.prediction.layers):
+            ops += _prediction_ops(shape, shape.prediction, layer)
     return ops
+
+
+def _layer_ops(shape: ModelShape, ours: str, theirs: str, *, linear: DeltaOps | None, mixed: bool) -> list[Op]:
+    """One decoder layer: with linear attention where `linear` makes its ops, with experts where it is `mixed`."""
+    hidden = shape.hidden_size
+    ops: list[Op] = [_copy(f"{ours}input_layernorm.weight", f"{theirs}input_layernorm.weight", hidden)]
+    if linear is not None:
+        assert shape.delta is not None
+        ops += linear(shape.delta, hidden, ours + "self_attention.", theirs + "linear_attn.")
+    elif shape.latent is not None:
+        ops += _latent_ops(shape, shape.latent, ours + "self_attention.", theirs + "self_attn.")
+    else:
+        ops += _attention_ops(shape, ours + "self_attention.", theirs + "self_attn.")
+    ops.append(_copy(f"{ours}pre_mlp_layernorm.weight", f"{theirs}post_attention_layernorm.weight", hidden))
+    if mixed:
+        assert shape.experts is not None
+        ops += _expert_ops(shape.experts, hidden, ours + "mlp.", theirs + "mlp.")
+    else:
+        ops += _mlp_ops(hidden, shape.ffn_size, ours + "mlp.", theirs + "mlp.")
+    return ops
+
+
+def _prediction_ops(shape: ModelShape, names: PredictionShape, layer: int) -> list[Op]:
+    """One layer for multi-token prediction; the decoder layer in it is as the model's last, with full attention."""
+    hidden, ours = shape.hidden_size, f"mtp.layers.{layer}."
+
+    def theirs(name: str) -> str:
+        return name.format(layer=layer)
+
+    return [
+        _copy(f"{ours}enorm.weight", theirs(names.embedding_norm), hidden),
+        _copy(f"{ours}hnorm.weight", theirs(names.hidden_norm), hidden),
+        _shard(f"{ours}eh_proj.weight", theirs(names.join), hidden, 2 * hidden, dim=0),
+        *_layer_ops(
+            shape, f"{ours}mtp_model_layer.", theirs(names.inner), linear=None, mixed=shape.experts is not None and shape.experts.layers[-1]
+        ),
+        _copy(f"{ours}final_layernorm.weight", theirs(names.norm), hidden),
+    ]
 
 
 def _copy(megatron: str, hf: str, *size: int) -> Copy:

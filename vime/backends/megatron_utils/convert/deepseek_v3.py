@@ -1,5 +1,5 @@
 """DeepSeek V3 and R1: latent attention, sigmoid routing with a selection bias, a shared expert. The layers for multi-token prediction
-are carried: not trained, and written unchanged into exports."""
+are trained with --enable-mtp-training, else carried: written unchanged into exports."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 from vime.backends.megatron_utils.convert.decoder import decoder_ops
 from vime.backends.megatron_utils.convert.family import Family
 from vime.backends.megatron_utils.convert.fields import Fields
-from vime.backends.megatron_utils.convert.shape import ExpertShape, LatentShape, ModelShape, common_shape
+from vime.backends.megatron_utils.convert.shape import ExpertShape, LatentShape, ModelShape, PredictionShape, common_shape
 from vime.errors import CheckpointError
 
 __all__ = ["FAMILY"]
@@ -26,12 +26,28 @@ def _shape(fields: Fields) -> ModelShape:
         value_dim=int(fields.get("v_head_dim")),
     )
     extra = int(fields.get("num_nextn_predict_layers", 0))
+    first = shape.num_layers
     return replace(
         shape,
+        prediction=_prediction(first) if extra == 1 else None,
         head_dim=latent.plain_dim + latent.rope_dim,
         latent=latent,
         experts=_experts(fields, shape.num_layers),
-        carried=tuple(f"model.layers.{shape.num_layers + i}." for i in range(extra)),
+        carried=tuple(f"model.layers.{first + i}." for i in range(extra)),
+    )
+
+
+def _prediction(number: int) -> PredictionShape:
+    """The layer `number`, which is the one after the last."""
+    prefix = f"model.layers.{number}."
+    return PredictionShape(
+        layers=1,
+        embedding_norm=f"{prefix}enorm.weight",
+        hidden_norm=f"{prefix}hnorm.weight",
+        join=f"{prefix}eh_proj.weight",
+        norm=f"{prefix}shared_head.norm.weight",
+        inner=prefix,
+        copies={f"{prefix}embed_tokens.weight": "model.embed_tokens.weight", f"{prefix}shared_head.head.weight": "lm_head.weight"},
     )
 
 

@@ -63,6 +63,10 @@ class HFFolder:
         except SafetensorError as error:
             raise CheckpointError(f"{self._folder / file} does not hold tensor '{name}' ({error}). {AGAIN}") from None
 
+    def equal(self, name: str, other: str) -> bool:
+        """Whether two tensors are the same bits."""
+        return self.shape(name) == self.shape(other) and torch.equal(*(self.tensor(one, self.shape(one)) for one in (name, other)))
+
     def dtype(self, name: str) -> torch.dtype:
         """The dtype in which a tensor is stored; its data is not read. Raises CheckpointError for one that is no plain number format."""
         file = self._file_of[name]

@@ -10,17 +10,18 @@ from dataclasses import replace
 from vime.backends.megatron_utils.convert.decoder import decoder_ops
 from vime.backends.megatron_utils.convert.family import Family
 from vime.backends.megatron_utils.convert.fields import Fields
-from vime.backends.megatron_utils.convert.shape import ModelShape, hybrid_shape, softmax_experts
+from vime.backends.megatron_utils.convert.shape import ModelShape, hybrid_shape, qwen_prediction, softmax_experts
 
 __all__ = ["FAMILIES"]
 
 
 def _text(fields: Fields) -> ModelShape:
-    shape = replace(hybrid_shape(fields), carried=("mtp.",))
+    shape = replace(hybrid_shape(fields), carried=("mtp.",), prediction=qwen_prediction(int(fields.get("mtp_num_hidden_layers", 1))))
     fields.only("attn_output_gate", True)
-    fields.ignore("mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
+    fields.ignore("mamba_ssm_dtype", "mtp_use_dedicated_embeddings")
     if "num_experts" in fields:
-        shape = replace(shape, experts=softmax_experts(fields, shared=True, normalised=True))
+        # their experts in that layer are stored as one tensor, which is only carried
+        shape = replace(shape, prediction=None, experts=softmax_experts(fields, shared=True, normalised=True))
     return shape
 
 

@@ -11,7 +11,7 @@ from vime.backends.megatron_utils.convert.decoder import decoder_ops, delta_rest
 from vime.backends.megatron_utils.convert.family import Family
 from vime.backends.megatron_utils.convert.fields import Fields
 from vime.backends.megatron_utils.convert.ops import Op, Sections
-from vime.backends.megatron_utils.convert.shape import DeltaShape, ModelShape, hybrid_shape, softmax_experts
+from vime.backends.megatron_utils.convert.shape import DeltaShape, ModelShape, hybrid_shape, qwen_prediction, softmax_experts
 
 __all__ = ["FAMILY"]
 
@@ -47,7 +47,7 @@ def _delta_ops(delta: DeltaShape, hidden: int, ours: str, theirs: str) -> list[O
 
 
 def _shape(fields: Fields) -> ModelShape:
-    shape = replace(hybrid_shape(fields), carried=("mtp.",))
+    shape = replace(hybrid_shape(fields), carried=("mtp.",), prediction=qwen_prediction(1))
     return replace(shape, experts=softmax_experts(fields, shared=True, normalised=True))
 
 

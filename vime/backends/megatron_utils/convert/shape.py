@@ -8,9 +8,12 @@ from types import MappingProxyType
 from typing import Any
 
 from vime.backends.megatron_utils.convert.fields import Fields
-from vime.errors import CheckpointError
+from vime.errors import CheckpointError, ConfigError
 
-__all__ = ["DeltaShape", "ExpertShape", "LatentShape", "ModelShape", "common_shape", "hybrid_shape", "softmax_experts"]
+__all__ = [
+    "DeltaShape", "ExpertShape", "LatentShape", "ModelShape", "PredictionShape", "common_shape", "hybrid_shape", "qwen_prediction",
+    "softmax_experts", "with_prediction",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +59,20 @@ class DeltaShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PredictionShape:
+    """Layers for multi-token prediction: each joins a position's state with the embedding of the token that comes next, and predicts the
+    one after it through the model's own output layer (arXiv:2412.19437, section 2.2). Names hold {layer}, from 0."""
+
+    layers: int
+    embedding_norm: str
+    hidden_norm: str
+    join: str  # [hidden, 2 x hidden]: of the embedding and the state
+    norm: str  # before the output layer
+    inner: str  # what the names of the decoder layer in it begin with
+    copies: Mapping[str, str] = MappingProxyType({})  # names under which a folder holds the embedding and the output layer once more
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     """What Megatron needs to know to build a decoder. Sizes are of the whole model, before tensor parallelism."""
 
@@ -84,6 +101,8 @@ class ModelShape:
     rotary_part: float = 1.0  # of a head that is rotated
     prefix: str = "model."  # what the names in the folder begin with
     carried: tuple[str, ...] = ()  # beginnings of names of tensors that are not trained; exports take them over unchanged
+    prediction: PredictionShape | None = None  # layers for multi-token prediction that the folder may hold
+    predicts: bool = False  # they are trained; else they are carried
 
 
 def common_shape(
@@ -167,3 +186,35 @@ def softmax_experts(fields: Fields, *, shared: bool = False, normalised: bool = 
         shared_ffn_size=int(get("shared_expert_intermediate_size")) if shared else 0,
         shared_gate=shared,
     )
+
+
+def qwen_prediction(layers: int) -> PredictionShape | None:
+    """Multi-token prediction as Qwen names it; the layers stand one in the other, of which one is known."""
+    if layers != 1:
+        return None
+    return PredictionShape(
+        layers=1,
+        embedding_norm="mtp.pre_fc_norm_embedding.weight",
+        hidden_norm="mtp.pre_fc_norm_hidden.weight",
+        join="mtp.fc.weight",
+        norm="mtp.norm.weight",
+        inner="mtp.layers.{layer}.",
+    )
+
+
+def with_prediction(shape: ModelShape, layers: int | None) -> ModelShape:
+    """The shape with its layers for multi-token prediction trained. `layers`: how many the user says there are.
+
+    Raises ConfigError when the model has none, or another number.
+    """
+    found = 0 if shape.prediction is None else shape.prediction.layers
+    if not found:
+        raise ConfigError(
+            f"--enable-mtp-training: {shape.path} is of a model whose layers for multi-token prediction are not known. Leave it out."
+        )
+    if layers is not None and layers != found:
+        raise ConfigError(f"--mtp-num-layers {layers} contradicts {shape.path}, which says {found}. Leave the flag out.")
+    assert shape.prediction is not None
+    inside = [shape.prediction.inner.format(layer=i) for i in range(found)]
+    rest = tuple(name for name in shape.carried if not any(part.startswith(name) for part in inside))
+    return replace(shape, predicts=True, carried=rest)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -25,7 +25,7 @@ TRANSFORMER_ENGINE_NAMES = (  # the local spec's name, and where Transformer Eng
     (".input_layernorm.weight", ".self_attention.in_proj.layer_norm_weight"),
 )
 GROUPED = re.compile(r"\.experts\.(linear_fc[12])\.weight(\d+)$")  # one grouped product for all experts of a rank
-LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+LAYER = re.compile(r"^(?:decoder\.layers\.\d+|mtp\.layers\.\d+\.mtp_model_layer)\.")
 LOCAL_EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 Chunks = Sequence[torch.nn.Module]
@@ -69,6 +69,8 @@ def _global_name(chunk: torch.nn.Module, name: str) -> str:
     if (expert := LOCAL_EXPERT.search(name)) is not None:
         number = layer.mlp.local_expert_indices[int(expert.group(1))]  # type: ignore[union-attr, index]
         name = f"{name[: expert.start()]}.local_experts.{number}.{name[expert.end() :]}"
+    if name.startswith("mtp."):  # all of these are in one stage
+        return name
     return f"decoder.layers.{layer.layer_number - 1}.{name[found.end() :]}"  # type: ignore[operator]
 
 
@@ -76,7 +78,12 @@ def check_hf_weights(folder: str | Path, ops: Sequence[Op], shape: ModelShape) -
     """Check by the files' headers alone that a folder holds exactly the model's tensors. Raises CheckpointError."""
     with HFFolder(folder) as source:
         known = [name for op in ops for name in op.hf] + (["lm_head.weight"] if shape.tied else [])
-        source.check_no_others([*known, *source.names_under(shape.carried)])
+        copies = shape.prediction.copies if shape.predicts and shape.prediction is not None else {}
+        source.check_no_others([*known, *copies, *source.names_under(shape.carried)])
+        for copy in [copy for copy, original in copies.items() if copy in source.names and not source.equal(copy, original)]:
+            raise CheckpointError(
+                f"{folder}: '{copy}' differs from '{copies[copy]}'. Trained, the two are one: leave --enable-mtp-training out."
+            )
         for op in ops:
             for name, size in zip(op.hf, op.hf_shapes, strict=True):
                 source.check(name, size)
@@ -141,10 +148,13 @@ class HFWeights:
                 )
 
     @torch.no_grad()
-    def buckets(self, bucket_bytes: int, read: Read | None = None) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    def buckets(
+        self, bucket_bytes: int, read: Read | None = None, *, without: str | None = None
+    ) -> Iterator[list[tuple[str, torch.Tensor]]]:
         """(name, tensor) pairs in buckets of about `bucket_bytes`, without vocabulary padding.
 
-        With `read` not the parameters but what it makes of each, a float32 tensor of its shape: its gradient, say.
+        With `read` not the parameters but what it makes of each, a float32 tensor of its shape: its gradient, say. `without`: what the
+        Megatron names begin with of parameters that are left out.
 
         Collective: every rank must exhaust it, and all see the same number of buckets. Rank 0 gets the tensors (copies), the
         others get empty lists; of equal replicas the one with the lowest rank sends.
@@ -152,6 +162,8 @@ class HFWeights:
         bucket: list[tuple[str, torch.Tensor]] = []
         filled = 0
         for number, op in enumerate(self._ops):
+            if without is not None and op.megatron.startswith(without):
+                continue
             whole = self._gather(number, op, read)
             if whole is not None:
                 bucket += [(name, part.contiguous()) for name, part in zip(op.hf, op.split(whole), strict=True)]
@@ -191,7 +203,7 @@ class HFWeights:
         return op.merge(shards) if size > 1 else shards[0]
 
     def _shape(self, op: Op, size: int) -> tuple[int, ...]:
-        key = (type(op), op.hf_shapes, size)
+        key = (replace(op, megatron="", hf=()), size)
         if key not in self._shapes:
             self._shapes[key] = op.shard_shape(size)
         return self._shapes[key]

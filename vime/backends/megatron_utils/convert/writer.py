@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -130,17 +131,19 @@ class HFWriter:
 class HFExport:
     """Writes the folder `target` from the named tensors of a model whose own folder is `source`, and keeps what goes wrong until the end.
 
-    Its caller takes part in collectives that must not be left in the middle.
+    Its caller takes part in collectives that must not be left in the middle. `copies`: names under which a tensor is written once more.
     """
 
-    def __init__(self, source: Path, target: Path, carried: tuple[str, ...]) -> None:
+    def __init__(self, source: Path, target: Path, carried: tuple[str, ...], copies: Mapping[str, str] = MappingProxyType({})) -> None:
         self._source, self._target, self._carried = source, target, carried
+        self._copies = {original: copy for copy, original in copies.items()}
         self._writer: HFWriter | None = None
         self._failure: VimeError | None = None
         self._run(self._start)
 
     def take(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Write these tensors; nothing after a failure."""
+        named = [*named, *((self._copies[name], tensor.clone()) for name, tensor in named if name in self._copies)]
         self._run(lambda writer: [writer.add(name, tensor) for name, tensor in named])
 
     def finish(self) -> VimeError | None:
