@@ -141,7 +141,7 @@ def plain_loss(folder: Path, batch: TrainBatch) -> float:
         x = norm("mtp.norm.weight", x[0] if isinstance(x, tuple) else x)
         log_probs = torch.log_softmax(model.lm_head(x)[0], -1).gather(-1, tokens[0, 2:, None])[:, 0]
         first = tokens.shape[1] - sample.response_length  # the first trained token
-        total -= float(log_probs[max(0, first - 2) :].sum())
+        total -= float(log_probs.detach()[max(0, first - 2) :].sum())
     return total / batch.steps[0].num_tokens
 
 
