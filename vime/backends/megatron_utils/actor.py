@@ -22,10 +22,9 @@ from vime.backends.megatron_utils import bootstrap
 from vime.backends.megatron_utils.advantages import token_means, with_advantages
 from vime.backends.megatron_utils.arguments import resolve
 from vime.backends.megatron_utils.checkpoint import load_state, start_save
-from vime.backends.megatron_utils.convert.registry import model_ops, model_shape
-from vime.backends.megatron_utils.convert.shape import ModelShape, with_prediction
+from vime.backends.megatron_utils.convert.registry import model_ops, trained_shape
 from vime.backends.megatron_utils.convert.transfer import HFWeights, Ranks, load_hf_weights, parameters_by_name
-from vime.backends.megatron_utils.convert.writer import HFExport, keep_model_files
+from vime.backends.megatron_utils.convert.writer import export_hf, keep_model_files
 from vime.backends.megatron_utils.experts import RoutingTape, routing_metrics
 from vime.backends.megatron_utils.frozen import freeze, trained_names
 from vime.backends.megatron_utils.layout import Layout
@@ -78,7 +77,7 @@ class MegatronTrainer:
         if config.model.hf_checkpoint is None:
             raise ConfigError("--hf-checkpoint is required: it names the folder with the model to train.")
         self._config = config
-        self._shape = self._shape_of(config.model.hf_checkpoint)
+        self._shape = trained_shape(config.model.hf_checkpoint, config.training)
         per_node = config.cluster.actor_num_gpus_per_node
         self._platform = bootstrap.platform(config.cluster, local_rank=rank % per_node)
         bootstrap.set_threads(config.training, min(per_node, world_size))
@@ -247,15 +246,7 @@ class MegatronTrainer:
         Rank 0 writes. Raises on all ranks what it meets: ResourceError when the folder cannot be written.
         """
         source = Path(str(self._config.model.hf_checkpoint))
-        copies = self._shape.prediction.copies if self._shape.predicts and self._shape.prediction is not None else {}
-        export = HFExport(source, Path(path), self._shape.carried, copies) if dist.get_rank() == 0 else None
-        for bucket in self.hf_weights(EXPORT_BUCKET_BYTES, prediction=True):  # to its end, whatever rank 0 meets: the others are sending
-            if export is not None:
-                export.take(bucket)
-        failure = [None if export is None else export.finish()]
-        dist.broadcast_object_list(failure, src=0)
-        if failure[0] is not None:
-            raise failure[0]
+        export_hf(source, Path(path), self._shape, self.hf_weights(EXPORT_BUCKET_BYTES, prediction=True))
         if self._adapters is not None:
             self._adapters.save(Path(path))
 
@@ -371,11 +362,6 @@ class MegatronTrainer:
             self._model_config.adapter_dropout = self._config.lora.lora_dropout  # type: ignore[attr-defined]  # where `forward_logits` looks
             self._sent = SentVersions(HeldWeights(chunks, is_adapter), count=versions)
 
-    def _shape_of(self, folder: str) -> ModelShape:
-        """Of the model in a folder, with the layers for multi-token prediction where they are trained."""
-        shape, training = model_shape(folder), self._config.training
-        return with_prediction(shape, training.mtp_num_layers) if training.enable_mtp_training else shape
-
     def _fill(self, chunks: Sequence[torch.nn.Module], folder: str) -> None:
         load_hf_weights(chunks, folder, self._ops, self._shape, ranks=self._ranks)
 
@@ -408,7 +394,7 @@ class MegatronTrainer:
                 continue
             if folder is None:
                 raise ConfigError(f"the {name}'s log-probs are needed, and {flag} is not given: it names the {name}'s Hugging Face folder.")
-            shape = self._shape_of(folder)
+            shape = trained_shape(folder, self._config.training)
             if replace(shape, path=self._shape.path) != self._shape:
                 raise ConfigError(
                     f"the {name} {shape.path} has another shape than {self._shape.path}; it must be of the same architecture."

@@ -177,11 +177,10 @@ def megatron_to_hf(source: Path, target: Path, *, hf_folder: Path, shard_bytes: 
     with _skeleton(hf_folder, predicts=any(key.startswith("mtp.") for key in stored.keys)) as (shape, ops, entries):
         _check_same_model(source, hf_folder, entries, stored)
         writer = HFWriter(target, shard_bytes)
-        copies = shape.prediction.copies if shape.predicts and shape.prediction is not None else {}
         try:
             for op in ops:
                 for name, tensor in zip(op.hf, op.split(_read(stored, entries[op.megatron])), strict=True):
-                    for other in (name, *(copy for copy, original in copies.items() if original == name)):
+                    for other in (name, *(copy for copy, original in shape.copies.items() if original == name)):
                         writer.add(other, tensor.clone())
             writer.add_carried(hf_folder, shape.carried)
             copy_small_files(hf_folder, target)

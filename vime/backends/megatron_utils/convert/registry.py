@@ -10,10 +10,11 @@ from vime.backends.megatron_utils.convert import deepseek_v3, llama, qwen2, qwen
 from vime.backends.megatron_utils.convert.family import Family
 from vime.backends.megatron_utils.convert.fields import read_config
 from vime.backends.megatron_utils.convert.ops import Op
-from vime.backends.megatron_utils.convert.shape import ModelShape
+from vime.backends.megatron_utils.convert.shape import ModelShape, with_prediction
+from vime.config.sections import TrainingConfig
 from vime.errors import CheckpointError
 
-__all__ = ["FAMILIES", "model_ops", "model_shape"]
+__all__ = ["FAMILIES", "model_ops", "model_shape", "trained_shape"]
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
@@ -44,6 +45,12 @@ def model_shape(folder: str | Path) -> ModelShape:
     shape = family.shape(fields)
     fields.check_all_read()
     return shape
+
+
+def trained_shape(folder: str | Path, training: TrainingConfig) -> ModelShape:
+    """The same, with the layers for multi-token prediction where `training` asks for them. Raises ConfigError where there are none."""
+    shape = model_shape(folder)
+    return with_prediction(shape, training.mtp_num_layers) if training.enable_mtp_training else shape
 
 
 def model_ops(shape: ModelShape, padded_vocab_size: int) -> list[Op]:

@@ -104,6 +104,11 @@ class ModelShape:
     prediction: PredictionShape | None = None  # layers for multi-token prediction that the folder may hold
     predicts: bool = False  # they are trained; else they are carried
 
+    @property
+    def copies(self) -> Mapping[str, str]:
+        """Names under which a folder holds another trained tensor once more, and that one's name."""
+        return self.prediction.copies if self.predicts and self.prediction is not None else {}
+
 
 def common_shape(
     fields: Fields, *, qk_norm: bool, qkv_bias: bool, needs_head_dim: bool = False, mixers: tuple[str, ...] = ("full_attention",)

@@ -78,12 +78,12 @@ def check_hf_weights(folder: str | Path, ops: Sequence[Op], shape: ModelShape) -
     """Check by the files' headers alone that a folder holds exactly the model's tensors. Raises CheckpointError."""
     with HFFolder(folder) as source:
         known = [name for op in ops for name in op.hf] + (["lm_head.weight"] if shape.tied else [])
-        copies = shape.prediction.copies if shape.predicts and shape.prediction is not None else {}
-        source.check_no_others([*known, *copies, *source.names_under(shape.carried)])
-        for copy in [copy for copy, original in copies.items() if copy in source.names and not source.equal(copy, original)]:
-            raise CheckpointError(
-                f"{folder}: '{copy}' differs from '{copies[copy]}'. Trained, the two are one: leave --enable-mtp-training out."
-            )
+        source.check_no_others([*known, *shape.copies, *source.names_under(shape.carried)])
+        for copy, original in shape.copies.items():
+            if copy in source.names and not source.equal(copy, original):
+                raise CheckpointError(
+                    f"{folder}: '{copy}' differs from '{original}'. Trained, the two are one: leave --enable-mtp-training out."
+                )
         for op in ops:
             for name, size in zip(op.hf, op.hf_shapes, strict=True):
                 source.check(name, size)

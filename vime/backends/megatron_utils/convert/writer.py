@@ -5,19 +5,21 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from vime.backends.megatron_utils.convert.folder import INDEX, SINGLE, HFFolder
+from vime.backends.megatron_utils.convert.shape import ModelShape
 from vime.errors import CheckpointError, ResourceError, VimeError
 
-__all__ = ["DEFAULT_SHARD_BYTES", "HF_FILES", "HFExport", "HFWriter", "copy_small_files", "keep_model_files"]
+__all__ = ["DEFAULT_SHARD_BYTES", "HF_FILES", "HFExport", "HFWriter", "copy_small_files", "export_hf", "keep_model_files"]
 
 DEFAULT_SHARD_BYTES = 5 * 10**9
 ORIGIN = "origin.txt"  # in that folder: the path of the one that was trained
@@ -167,6 +169,21 @@ class HFExport:
                 work(self._writer)
             except VimeError as error:
                 self._failure = error
+
+
+def export_hf(source: Path, target: Path, shape: ModelShape, buckets: Iterable[Sequence[tuple[str, torch.Tensor]]]) -> None:
+    """Write the model of this `shape`, whose own folder is `source`, as the folder `target`. Collective: rank 0 gets tensors and writes.
+
+    Raises on all ranks what rank 0 meets: ResourceError when the folder cannot be written.
+    """
+    export = HFExport(source, target, shape.carried, shape.copies) if dist.get_rank() == 0 else None
+    for bucket in buckets:  # to its end, whatever rank 0 meets: the others are sending
+        if export is not None:
+            export.take(bucket)
+    failure = [None if export is None else export.finish()]
+    dist.broadcast_object_list(failure, src=0)
+    if failure[0] is not None:
+        raise failure[0]
 
 
 def _not_written(folder: Path, error: Exception) -> ResourceError:
