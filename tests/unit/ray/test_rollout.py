@@ -29,6 +29,10 @@ for case in cases:
     manager = RolloutManager(config, str(folder), str(folder))
     try:
         manager.init(case.get("load"))
+        manager.begin(0, 2)
+        if case["call"] == "produce_and_watch":  # a driver that does not wait for a batch is told, too
+            manager._producing()
+            manager.watch()
         getattr(manager, case["call"])(*("0", 0) if case["call"] == "save" else (0,))
         found.append(["nothing", ""])
     except Exception as error:
@@ -43,6 +47,16 @@ ONE: dict[str, Any] = {"rollout_batch_size": 1}
 TWO: dict[str, Any] = {"data_source_path": SOURCE, "rollout_batch_size": 2}
 RAISED = [
     ({"data": ONE, "rollout": {"rollout_function_path": FAULTY}, "call": "generate"}, f"--rollout-function-path {FAULTY}", "'nothing'"),
+    (
+        {"data": ONE, "rollout": {"rollout_function_path": FAULTY, "max_weight_staleness": 1}, "call": "generate"},
+        f"--rollout-function-path {FAULTY}",
+        "'nothing'",
+    ),
+    (
+        {"data": ONE, "rollout": {"rollout_function_path": FAULTY, "max_weight_staleness": 1}, "call": "produce_and_watch"},
+        f"--rollout-function-path {FAULTY}",
+        "'nothing'",
+    ),
     ({"data": ONE, "rollout": {"rollout_function_path": FAULTY}, "call": "evaluate"}, f"--rollout-function-path {FAULTY}", "'nothing'"),
     ({"data": ONE, "eval": {"eval_function_path": FAULTY}, "call": "evaluate"}, f"--eval-function-path {FAULTY}", "'nothing'"),
     ({"data": TWO | ONE, "call": "save"}, f"--data-source-path {SOURCE}", "'made'"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import threading
 from collections import defaultdict
 from pathlib import Path
@@ -9,9 +11,11 @@ from typing import Any
 
 import pytest
 
-from tests.unit.rollout.support import make_args
+from tests.unit.rollout.pool_plugin import generate_rollout_fully_async, stop_worker
+from tests.unit.rollout.support import make_args, reply_of, run, serving
 from vime.errors import ConfigError, DeadlineError, HookError
 from vime.rollout.data_source import RolloutDataSourceWithBuffer
+from vime.rollout.engine_access import EngineAccess
 from vime.rollout.producer import GroupProducer, StepProducer
 
 
@@ -106,3 +110,63 @@ def test_groups_that_cannot_be_begun_say_why(model_dir: Path, tmp_path: Path) ->
     args = make_args(hf_checkpoint=str(model_dir), prompt_data=str(prompts), rollout_batch_size=1)
     with pytest.raises(ConfigError, match="no router is running"):
         GroupProducer(args, RolloutDataSourceWithBuffer(args), first_step=0, num_steps=1, bound=1, version=0)
+
+
+def test_a_rollout_function_with_a_pool_of_its_own_works_as_in_slime(model_dir: Path, tokenizer: Any, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"input": f"{n}+0=", "label": str(n)}) + "\n" for n in range(9)))
+
+    def answer(body: dict[str, Any], _: int) -> Any:
+        return reply_of(tokenizer.decode(body["token_ids"]).partition("+")[0], tokenizer)
+
+    async def work() -> list[Any]:
+        async with serving(answer) as server:
+            flags = {"hf_checkpoint": str(model_dir), "prompt_data": str(prompts), "label_key": "label", "rm_type": "exact"}
+            args = make_args(server.runtime, rollout_batch_size=2, n_samples_per_prompt=2, **flags)
+            source = RolloutDataSourceWithBuffer(args)
+            made = producer(lambda step: generate_rollout_fully_async(args, step, source), num_steps=3)
+            made.resume(0)
+            batches = [await asyncio.to_thread(made.take, 0), await asyncio.to_thread(made.take, 1)]
+            await asyncio.to_thread(made.drain)
+            made.resume(1)
+            batches.append(await asyncio.to_thread(made.take, 2))
+            await asyncio.to_thread(stop_worker)
+            made.close()
+            return batches
+
+    batches = run(work())
+    indices = [sample.index for batch in batches for group in batch.samples for sample in group]
+    assert len(indices) == len(set(indices)) == 12
+    assert all(sample.reward == 1.0 for batch in batches for group in batch.samples for sample in group)
+
+
+def test_a_group_producer_makes_batches_in_a_thread_of_its_own(model_dir: Path, tokenizer: Any, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"input": f"{n}+0=", "label": str(n)}) + "\n" for n in range(9)))
+
+    async def work() -> tuple[list[int], dict[str, float]]:
+        async with serving(lambda body, _: reply_of("1", tokenizer, version="0")) as server:
+            access = EngineAccess()
+            access.version = 0
+            flags = {"hf_checkpoint": str(model_dir), "prompt_data": str(prompts), "label_key": "label", "rm_type": "exact"}
+            args = make_args(server.runtime | {"engine_access": access}, rollout_batch_size=2, max_weight_staleness=1, **flags)
+            source = RolloutDataSourceWithBuffer(args)
+            numbers = {"first_step": 0, "num_steps": 3, "bound": 1, "version": 0}
+            made = await asyncio.to_thread(lambda: GroupProducer(args, source, **numbers))
+            await asyncio.to_thread(made.resume, 0)
+            order, metrics = [], {}
+            for step in range(3):
+                output = await asyncio.to_thread(made.take, step)
+                order += [group[0].group_index for group in output.samples]
+                metrics = output.metrics
+                await asyncio.to_thread(made.drain)
+                await asyncio.to_thread(made.resume, step + 1)
+            await asyncio.to_thread(made.close)
+            assert not made._thread.is_alive()
+            return order, metrics
+
+    order, metrics = run(work())
+    assert sorted(order) == list(range(6))
+    assert metrics["rollout/queue_depth"] == 0.0
+    assert metrics["rollout/staleness/max"] == 2.0  # this engine keeps its weights
+    assert metrics["perf/engine_idle_time"] >= 0.0
