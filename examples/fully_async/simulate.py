@@ -1,6 +1,6 @@
 """How much asynchronous training saves at sizes that do not run here: engines and trainer are waits, everything between them is real.
 
-    python -m examples.fully_async.simulate [--groups 64] [--samples 8] [--train 4] [--steps 24] [--faster 40]
+    python -m examples.fully_async.simulate [--groups 16] [--samples 8] [--train 4] [--steps 24] [--faster 10]
 
 A sample takes the seconds of `latencies.json`, a training step --train seconds, a weight sync none. Data source, collectors, producer,
 bound and stale policy are those of a run. All waits are divided by --faster; printed seconds are multiplied by it again.
@@ -80,13 +80,13 @@ def main() -> int:
     """Print the table."""
     parser = argparse.ArgumentParser(prog="python -m examples.fully_async.simulate", description="Staleness against speed, simulated.")
     for name, default, text in (
-        ("groups", 64, "prompts of a step"),
+        ("groups", 16, "prompts of a step"),
         ("samples", 8, "answers of a prompt"),
         ("steps", 24, "measured steps"),
     ):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{text} (default: %(default)s)")
     parser.add_argument("--train", type=float, default=4.0, help="seconds of a training step (default: %(default)s)")
-    parser.add_argument("--faster", type=float, default=40.0, help="what all waits are divided by (default: %(default)s)")
+    parser.add_argument("--faster", type=float, default=10.0, help="what all waits are divided by (default: %(default)s)")
     given = vars(parser.parse_args())
     with tempfile.TemporaryDirectory() as folder:
         paths = make_assets(Path(folder), AssetSpec(num_train=2000, num_sft=1, num_heldout=1))

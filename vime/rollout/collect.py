@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 import time
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+from vime.data.prompts import fresh_copy
 from vime.errors import DeadlineError, GenerationError
 from vime.hooks import hook_errors, load_hook, user_errors
 from vime.rollout.base_types import Group, RolloutFnTrainOutput
@@ -37,7 +37,7 @@ ABORT_AGAIN = 0.25  # seconds after which requests that were on their way are to
 Task = asyncio.Task[Group]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Work:
     """A group at work."""
 
@@ -76,7 +76,7 @@ class GroupWork:
 
     def submit(self, group: Group, *, keep: bool) -> Task:
         """Begin a group; with `keep` a copy of it as it is now is held until it is finished."""
-        work = Work(group, copy.deepcopy(group) if keep else None)
+        work = Work(group, _copied(group) if keep else None)
         task = asyncio.ensure_future(generate_and_rm_group(self.args, group, dict(self.state.sampling_params)))
         self.pending[task] = work
         return task
@@ -246,6 +246,10 @@ class BatchCollector(GroupWork):
                 if part.response_length:
                     part.metadata.setdefault("start_rollout_id", self.rollout_id)
         return groups
+
+
+def _copied(group: Group) -> Group:
+    return [[fresh_copy(part) for part in member] if isinstance(member, list) else fresh_copy(member) for member in group]
 
 
 def unfinished(group: Group) -> bool:
