@@ -1,9 +1,10 @@
 """A run whose driver and rollout manager are killed (SIGKILL) at random lines of their code, resumed each time, and audited each time.
 
-    python killed_run.py FOLDER KILLS SEED
+    python -m tests.integration.audit.killed_run FOLDER KILLS SEED STALENESS
 
 The loop, the record, the manager with its data source, buffer, filters and ledger, and the commits are the real ones; in one process,
-without engines and trainer, with a generate function that answers at once and, in the place of Ray's object store, the batch itself.
+without engines, with a trainer that does nothing, a generate function that answers at once and, in the place of Ray's object store, the batch
+itself. With STALENESS > 0 groups are generated ahead, so that commits hold groups that are out.
 Each life is forked from this process, which has imported everything. Prints JSON: what each life came to.
 """
 
@@ -31,11 +32,13 @@ from vime.errors import GenerationError
 from vime.loop import run_loop
 from vime.ray.rollout import RolloutManager
 from vime.rollout.filter_hub.base_types import DynamicFilterOutput
+from vime.types import WeightSyncReport
 from vime.utils.types import Sample
 
 HERE = "tests.integration.audit.killed_run"
 KILLED_IN = (  # files of the package whose lines count
-    "rollout/ledger.py", "rollout/tracking.py", "rollout/data_source.py", "rollout/buffer.py", "rollout/collect.py", "ray/rollout.py",
+    "rollout/ledger.py", "rollout/tracking.py", "rollout/data_source.py", "rollout/buffer.py", "rollout/collect.py",
+    "rollout/continuous.py", "rollout/producer.py", "ray/rollout.py",
     "checkpoint.py", "loop.py", "cli/record.py", "observability/metrics.py",
 )  # fmt: skip
 LINES_OF_A_LIFE = 16_000  # at most, before it is killed: about five steps
@@ -55,7 +58,8 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
     if number_of(sample) % FAILING == 0:
         raise GenerationError("this prompt always fails")
     sample.tokens = [1, 2]
-    sample.append_response_tokens(tokens=[3, 4], log_probs=[-0.5, -0.25], weight_versions=["0", "1"], status=Sample.Status.COMPLETED)
+    versions = [str(args.engine_access.version)] * 2
+    sample.append_response_tokens(tokens=[3, 4], log_probs=[-0.5, -0.25], weight_versions=versions, status=Sample.Status.COMPLETED)
     if number_of(sample) % FANNED:
         return sample
     sample.rollout_id = sample.index
@@ -75,7 +79,7 @@ def keep(args: Any, group: list[Sample]) -> DynamicFilterOutput:
 class Direct:
     """The loop's side of the manager, without an actor between them."""
 
-    has_engines = False
+    has_engines = True  # so that weight versions go up
 
     def __init__(self, manager: RolloutManager) -> None:
         self._manager = manager
@@ -87,7 +91,20 @@ class Direct:
         return []
 
 
-def config_of(folder: Path) -> RunConfig:
+class Trainer:
+    """Trains at once."""
+
+    def train(self, batch_refs: list[Any]) -> dict[str, float]:
+        return {}
+
+    def update_weights(self, version: int, engines: list[Any]) -> WeightSyncReport:
+        return WeightSyncReport(version=version, num_bytes=1, seconds=1.0, num_tensors=1)
+
+    def writers(self) -> dict[str, Any]:
+        return {}
+
+
+def config_of(folder: Path, staleness: int) -> RunConfig:
     """The run's flags."""
     flags: dict[str, Any] = {
         "hf_checkpoint": str(folder / "model"),
@@ -100,7 +117,7 @@ def config_of(folder: Path) -> RunConfig:
         "custom_generate_function_path": f"{HERE}.generate",
         "custom_rm_path": f"{HERE}.reward",
         "dynamic_sampling_filter_path": f"{HERE}.keep",
-        "debug_rollout_only": True,
+        "max_weight_staleness": staleness,
         "save_debug_rollout_data": str(folder / "batches" / "{rollout_id}.jsonl"),
         "save": str(folder / "run"),
         "save_interval": 2,
@@ -120,14 +137,12 @@ def live(config: RunConfig, folder: Path, steps: int | None) -> None:
     commit = find_start(config)
     first = 0 if commit is None else commit.rollout_id + 1
     manager = RolloutManager(config, str(run), str(folder / "logs"))
-    manager._args = config.runtime_args(
-        run_dir=str(run), num_engines=1, vllm_router_ip="127.0.0.1", vllm_router_port=1
-    )  # as `connect` does
+    manager._args = manager._runtime_args("127.0.0.1", 1)  # as `connect` does
     vime.ray.rollout.ray = SimpleNamespace(put=lambda batch: batch)  # type: ignore[attr-defined]
     manager.init(str(commit.rollout) if commit else None)
     last = first + steps if steps is not None else 1 << 30
     record = RunRecord(config, run, first_step=first, num_steps=last)
-    run_loop(first, last, Direct(manager), None, record)  # type: ignore[arg-type]
+    run_loop(first, last, Direct(manager), Trainer(), record)
     record.close()
     manager.stop()
 
@@ -169,8 +184,8 @@ def fork_life(config: RunConfig, folder: Path, *, kill_at: int | None, steps: in
 
 
 def main() -> None:
-    folder, kills, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    config = config_of(folder)
+    folder, kills, seed, staleness = Path(sys.argv[1]), *map(int, sys.argv[2:])
+    config = config_of(folder, staleness)
     load_tokenizer(str(folder / "model"))  # for what it imports
     random_ = random.Random(seed)
     lives = []
