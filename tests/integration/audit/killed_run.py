@@ -3,8 +3,8 @@
     python -m tests.integration.audit.killed_run FOLDER KILLS SEED STALENESS
 
 The loop, the record, the manager with its data source, buffer, filters and ledger, and the commits are the real ones; in one process,
-without engines, with a trainer that does nothing, a generate function that answers at once and, in the place of Ray's object store, the batch
-itself. With STALENESS > 0 groups are generated ahead, so that commits hold groups that are out.
+without engines, with a trainer that does nothing, a generate function that answers at once and, in the place of Ray's object store,
+the batch itself. With STALENESS > 0 groups are generated ahead, so that commits hold groups that are out.
 Each life is forked from this process, which has imported everything. Prints JSON: what each life came to.
 """
 
