@@ -32,6 +32,7 @@ MANAGER = """
 import json, pickle, sys
 from pathlib import Path
 from vime.backends.vllm_utils import handshake
+from vime.backends.vllm_utils.router import RouterClient
 from vime.ray.rollout import RolloutManager
 
 folder, intruder, handshake.FRESH_WEIGHTS = Path(sys.argv[1]), *sys.argv[2:]
@@ -39,8 +40,8 @@ config, endpoint = pickle.loads((folder / "made_by_the_test").read_bytes())
 manager = RolloutManager(config, str(folder), str(folder))
 found = []
 try:
-    manager.connect([endpoint])
-    manager._router.add_worker(intruder)
+    manager.connect(config.models[0], [endpoint])
+    RouterClient(*manager._routers.addresses()[config.models[0].name]).add_worker(intruder)
     for call in (manager.generate, manager.evaluate):
         try:
             call(0)
