@@ -94,7 +94,7 @@ class EngineGroup:
         self._version: int | None = None  # that the serving engines hold; None before the first sync
         self._declined = False  # the trainer has trained since it sent that version: there is nothing to resend
         self.say: Callable[[str], None] = print
-        self.num_replaced = 0
+        self._looking = False
         self._engines = [self._launch(index) for index in range(model.num_engines)]
 
     def __len__(self) -> int:
@@ -221,7 +221,6 @@ class EngineGroup:
         engine.state, engine.since, engine.endpoint = State.ENDING, time.monotonic(), None
         engine.pending = engine.actor.stop.remote()
         engine.replaced += 1
-        self.num_replaced += 1
         if engine.replaced > MOST_REPLACEMENTS:
             raise EngineError(
                 f"{engine.name} failed {engine.replaced} times since the last weight sync, so the run ends. The last time: {why}\n"
@@ -232,21 +231,30 @@ class EngineGroup:
             self._put_behind_router()
 
     def _look(self) -> None:
-        """One look at each engine: what waited for something that has come, goes on."""
-        for engine in self._engines:
-            if engine.state is State.SERVING:
-                if engine.watch is not None and engine.watch.illness is not None:
-                    self._fail(engine, f"it is ill: {engine.watch.illness}")
-            elif engine.state is State.ENDING:
-                if _is_over(engine.pending) or time.monotonic() - engine.since > END_SECONDS:
-                    self._relaunch(engine)
-            elif engine.state is State.STARTING:
-                if _is_over(engine.pending):
-                    self._started(engine)
-            elif engine.pending is None:
-                self._begin_resend(engine)
-            elif _is_over(engine.pending):
-                self._resent(engine)
+        """One look at each engine: what waited for something that has come, goes on. Waits of its own do not look again."""
+        if self._looking:
+            return
+        self._looking = True
+        try:
+            for engine in self._engines:
+                self._look_at(engine)
+        finally:
+            self._looking = False
+
+    def _look_at(self, engine: _Engine) -> None:
+        if engine.state is State.SERVING:
+            if engine.watch is not None and engine.watch.illness is not None:
+                self._fail(engine, f"it is ill: {engine.watch.illness}")
+        elif engine.state is State.ENDING:
+            if _is_over(engine.pending) or time.monotonic() - engine.since > END_SECONDS:
+                self._relaunch(engine)
+        elif engine.state is State.STARTING:
+            if _is_over(engine.pending):
+                self._started(engine)
+        elif engine.pending is None:
+            self._begin_resend(engine)
+        elif _is_over(engine.pending):
+            self._resent(engine)
 
     def _relaunch(self, engine: _Engine) -> None:
         _kill(engine.actor)
