@@ -20,8 +20,7 @@ for name, value in DEFAULTS.items():
     os.environ.setdefault(name, value)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_itemcollected(item: pytest.Item) -> None:
     """With several workers (`make test`): tests with processes share one of them and its engine; others spread by file."""
-    for item in items:
-        serial = item.get_closest_marker("integration") is not None
-        item.add_marker(pytest.mark.xdist_group("processes" if serial else item.path.name))
+    serial = item.get_closest_marker("integration") is not None
+    item.add_marker(pytest.mark.xdist_group("processes" if serial else item.path.name))
