@@ -158,6 +158,23 @@ def test_another_runs_state_gives_weights_and_moments_and_begins_anew(results: R
     assert worst(anew["weights"], resumed["weights"]) <= 1e-6
 
 
+@pytest.mark.parametrize(
+    ("case", "folder", "said"),
+    [
+        ("torn", "torn", "cannot be loaded"),
+        ("foreign", "save_1", "It is torn, or of a model of another shape."),
+        ("missing", "nowhere", "is no complete trainer state: metadata.json, which is written last, is missing"),
+    ],
+)
+def test_a_torn_a_foreign_and_a_missing_state_are_errors_that_name_the_folder(
+    results: Results, run_folder: Path, case: str, folder: str, said: str
+) -> None:
+    error = results(case)["error"]
+    assert error.startswith(f"CheckpointError: {run_folder / folder} ")
+    assert said in error
+    assert "Traceback" not in error
+
+
 def test_another_runs_weights_alone_are_those_of_its_export(results: Results) -> None:
     alone, export, anew = results("weights_alone"), results("from_export"), results("anew")
     assert alone["probe"] == anew["probe"]

@@ -12,6 +12,7 @@ import dataclasses
 import gc
 import json
 import os
+import shutil
 import sys
 import threading
 import traceback
@@ -122,6 +123,13 @@ def refused_save(save: Callable[[str], None], folder: str, *, rank: int) -> str:
     return "none"
 
 
+def tear(state: Path, folder: Path) -> None:
+    """A copy of a saved state of which half of each file of tensors is gone."""
+    shutil.copytree(state, folder)
+    for file in folder.glob("*.distcp"):
+        os.truncate(file, file.stat().st_size // 2)
+
+
 class SaveBehind:
     """A save that is written only after the training that goes on beside it."""
 
@@ -166,8 +174,10 @@ def run_case(case: dict[str, Any], *, world: int, rank: int, port: int) -> dict[
     trainer = MegatronTrainer(config_of(case), rank=rank, world_size=world, master_addr="127.0.0.1", master_port=port)
     try:
         size = parallel_state.get_data_parallel_world_size()
+        if case.get("tear"):
+            tear(Path(case["load"]), Path(case["tear"]))
         if case.get("load"):
-            trainer.load(case["load"], resume=case.get("resume", True))
+            trainer.load(case.get("tear", case["load"]), resume=case.get("resume", True))
         if case.get("dies") == rank:
             os._exit(0)
         out["probe"] = trainer.log_probs(list(range(3, 25)))

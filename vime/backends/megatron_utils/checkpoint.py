@@ -181,9 +181,10 @@ def load_state(
 
 
 def _unreadable(path: str, error: BaseException) -> CheckpointError:
-    return CheckpointError(
-        f"{path} cannot be loaded ({type(error).__name__}: {str(error)[:500]}). It is torn, or of a model of another shape."
-    )
+    if isinstance(error, CheckpointException):  # what a rank met; the exception itself is its traceback
+        error = next(iter(error.failures.values()))[0]
+    said = " ".join(str(error).split())[:300]
+    return CheckpointError(f"{path} cannot be loaded ({type(error).__name__}: {said}). It is torn, or of a model of another shape.")
 
 
 def _check_adapters(path: str, saved: dict[str, Any] | None, ours: dict[str, Any] | None) -> None:
