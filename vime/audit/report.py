@@ -58,7 +58,7 @@ def audit(folder: Path) -> Report:
         samples: Counter[str] = Counter()
         for group in history.groups():
             report.findings += check_group(history, group)
-            groups[group.state] += 1
+            groups[str(group.state)] += 1
             if group.state in ENDS:
                 samples.update(str(end) for _, _, end in group.events[-1].ends)
         report.groups, report.samples = dict(groups), dict(samples)

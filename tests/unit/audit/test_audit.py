@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sqlite3
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.rules.source import ROOT
 from tests.unit.rollout.support import make_args, make_tokenizer
 from vime.audit.report import Report, as_json, as_text, audit
 from vime.checkpoint import begin_commit, latest_commit
@@ -270,3 +272,13 @@ def test_a_run_that_goes_on_and_a_folder_that_cannot_be_written_are_audited(run:
     before = {path.name: path.read_bytes() for path in (tmp_path / "copy").glob("ledger.sqlite")}
     assert audit(tmp_path / "copy").clean
     assert {path.name: path.read_bytes() for path in (tmp_path / "copy").glob("ledger.sqlite")} == before
+
+
+def test_the_document_shows_what_is_printed(run: MiniRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    run.steps(3, then=lambda source: source.get_samples(2))
+    run.steps(3)
+    monkeypatch.chdir(run.folder.parent)
+    assert main(["audit", "run"]) == 0
+    shown = re.search(r"```console\n\$ vime audit run\n(.*?)```", (ROOT / "docs" / "ledger.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert shown is not None
+    assert capsys.readouterr().out == shown[1]
