@@ -10,9 +10,11 @@ that refused a write, ends the process when the garbage collector finds it.
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import threading
 from collections.abc import Callable, Collection, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from vime.errors import CheckpointError, ResourceError
 
 __all__ = ["Planned", "StateWriter"]
 
+log = logging.getLogger(__name__)
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -50,7 +53,7 @@ class StateWriter:
         self._writer, self._metadata = request.async_fn_args
         self._complete: Sequence[Callable[[], None]] = request.finalize_fns
         self._results: list[WriteResult] = []
-        self._failure: OSError | None = None
+        self._failure: str | None = None
         self._thread: threading.Thread | None = None
         if held is not None:
             self._copy(held)
@@ -70,31 +73,29 @@ class StateWriter:
         Raises the same error on all ranks: ResourceError when there was no space, CheckpointError for another failure of a disk.
         """
         self.wait()
-        failures: list[tuple[int, OSError] | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(failures, None if self._failure is None else (dist.get_rank(), self._failure))
+        failures: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(failures, self._failure)
         results: list[list[WriteResult]] = [[]] * dist.get_world_size()
         dist.gather_object(self._results, results if dist.get_rank() == 0 else None)
-        verdict: list[tuple[int, OSError] | None] = [next((failure for failure in failures if failure is not None), None)]
+        verdict = [next((f"rank {rank}: {text}" for rank, text in enumerate(failures) if text is not None), None)]
         if verdict[0] is None and dist.get_rank() == 0:
             try:
                 self._writer.finish(self._metadata, results)
             except OSError as error:
-                verdict[0] = (0, error)
+                verdict[0] = f"rank 0: {_said(error)}"
         dist.broadcast_object_list(verdict, src=0)
         if verdict[0] is not None:
-            self._raise(*verdict[0])
+            self._raise(verdict[0])
         for complete in self._complete:
             complete()
 
-    def _raise(self, rank: int, error: OSError) -> None:
-        if error.errno in FULL:
+    def _raise(self, said: str) -> None:
+        if any(os.strerror(code) in said for code in FULL):
             raise ResourceError(
-                f"no space left on {self.path} for the trainer's state (rank {rank}: {error}): free space and run the same command again; "
+                f"no space left on {self.path} for the trainer's state ({said}): free space and run the same command again; "
                 "earlier commits are intact."
-            ) from error
-        raise CheckpointError(
-            f"the trainer's state could not be written into {self.path} (rank {rank}: {error}); earlier commits are intact."
-        ) from error
+            )
+        raise CheckpointError(f"the trainer's state could not be written into {self.path} ({said}); earlier commits are intact.")
 
     def _copy(self, held: Collection[int]) -> None:
         for _, _, (_, tensors) in self._writer.write_buckets:
@@ -106,8 +107,9 @@ class StateWriter:
         for bucket in self._writer.write_buckets:
             try:
                 self._results += self._write_file(*bucket)
-            except OSError as error:
-                self._failure = error
+            except Exception as error:
+                log.exception("writing %s failed", self.path)
+                self._failure = _said(error)
                 break
         for _, _, (objects, tensors) in self._writer.write_buckets:  # what was copied goes
             objects.clear()
@@ -117,7 +119,7 @@ class StateWriter:
         results = []
         with Path(path).open("wb") as file:
             stream = _Unfailing(file)
-            for item, value in [*data[0], *data[1]]:
+            for item, value in chain(data[0], ((item, tensor.detach().cpu()) for item, tensor in data[1])):
                 results.append(
                     _write_item(self._writer.transforms, stream, value, item, key, serialization_format=SerializationFormat.TORCH_SAVE)
                 )
@@ -125,6 +127,10 @@ class StateWriter:
             file.flush()
             os.fsync(file.fileno())
         return results
+
+
+def _said(error: Exception) -> str:
+    return str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
 
 
 class _Unfailing:

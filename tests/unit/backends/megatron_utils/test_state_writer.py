@@ -107,3 +107,14 @@ def test_metadata_that_cannot_be_written_is_an_error_of_the_save(tmp_path: Path)
     with pytest.raises(ResourceError, match="no space left"):
         StateWriter("run/iter", planned).finish()
     assert completed == []
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_what_nobody_expected_is_an_error_of_the_save_too(tmp_path: Path, background: bool) -> None:
+    storage = torch.zeros(1).untyped_storage
+    broken: Any = SimpleNamespace(detach=lambda: torch.zeros(3, device="meta"), device=torch.device("cpu"), untyped_storage=storage)
+    completed: list[str] = []
+    saving = StateWriter("run/iter", request(tmp_path / "0", broken, [], completed), held=() if background else None)
+    with pytest.raises(CheckpointError, match=r"could not be written into run/iter \(rank 0: NotImplementedError: "):
+        saving.finish()
+    assert completed == []
