@@ -185,8 +185,9 @@ _UNUSED = (
     ),
     _Unused(
         fields=_names("keep_old_actor"),
-        when=lambda c: c.rollout.max_weight_staleness == 0 and c.weight_update.update_weights_interval == 1,
-        why="without --max-weight-staleness or --update-weights-interval, as data is never older than the policy: leave it out.",
+        when=lambda c: c.steps_ahead == 0 and c.rollout.over_sampling_batch_size is None,
+        why="without --max-weight-staleness, --update-weights-interval or --over-sampling-batch-size, as data is never older than the "
+        "policy: leave it out.",
     ),
     _Unused(
         fields=_PROBES,

@@ -89,6 +89,8 @@ DIFFERS: tuple[str, ...] = (  # of vime.config.renamed.CHANGED: those that mean 
 
 FUNCTIONS: dict[str, str] = {  # their functions whose counterpart has another name
     "slime.rollout.sglang_rollout.generate_rollout": "vime.rollout.vllm_rollout.generate_rollout",
+    "slime.rollout.fully_async_rollout.generate_rollout_fully_async": "vime.rollout.vllm_rollout.generate_rollout",  # with a bound
+    "vime.rollout.fully_async_rollout.generate_rollout_fully_async": "vime.rollout.vllm_rollout.generate_rollout",
     "slime.rollout.sglang_rollout.generate": "vime.rollout.vllm_rollout.generate",
     "slime.rollout.sglang_rollout.GenerateState": "vime.rollout.vllm_rollout.GenerateState",
 }

@@ -281,3 +281,11 @@ def test_every_flag_of_theirs_gets_a_verdict(megatron: MegatronFlags) -> None:
         if not known or (names != [flag] and not told):
             silent.append(flag)
     assert not silent
+
+
+def test_slimes_fully_asynchronous_function_is_our_own_with_a_bound(tmp_path: Path, megatron: MegatronFlags) -> None:
+    path = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
+    command, _ = migrate(tmp_path, f"--rollout-function-path {path}", megatron, program="train_async.py")
+    given = {flag.name: flag.texts for flag in command.flags}
+    assert given["--rollout-function-path"] == ["vime.rollout.vllm_rollout.generate_rollout"]
+    assert given["--max-weight-staleness"] == ["1"]
