@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from examples.multi_agent.__main__ import flags as multi_agent_flags
 from examples.quickstart.recipe import grpo_flags, sft_flags
 from tests.rules.source import ROOT
 from vime.config.files import layered, read_file
@@ -19,6 +20,7 @@ from vime.config.split import Given, by_owner, read_tokens
 EXAMPLES = ROOT / "examples"
 OWN = own_flags()
 THEIRS = {"migration"}  # launch scripts of slime's and Vime's: tests/unit/migrate rewrites them
+FUNCTIONS = {"plugins"}  # functions alone
 
 
 def typed(argv: list[str]) -> list[Given]:
@@ -31,6 +33,7 @@ def command_lines() -> Iterator[tuple[str, list[Given]]]:
     """(place, what is given) of recipes, files of flags and shell scripts."""
     yield "quickstart: SFT", typed(sft_flags(Path("x")))
     yield "quickstart: GRPO", typed(grpo_flags(Path("x")))
+    yield "multi_agent: GRPO", typed(multi_agent_flags(Path("x")))
     for path in sorted(EXAMPLES.rglob("*")):
         place = str(path.relative_to(EXAMPLES))
         if path.suffix in (".yaml", ".yml", ".toml"):
@@ -54,4 +57,4 @@ def test_an_examples_flags_of_ours_are_right(place: str, given: list[Given]) -> 
 def test_each_folder_of_examples_has_a_command_line() -> None:
     folders = {path.name for path in EXAMPLES.iterdir() if path.is_dir() and path.name != "__pycache__"}
     shown = {re.split(r"[:/]", place)[0] for place, _ in command_lines()}
-    assert folders - shown == THEIRS
+    assert folders - shown == THEIRS | FUNCTIONS
