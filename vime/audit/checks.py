@@ -170,7 +170,7 @@ def _compare_live(history: History, commit: SavedData) -> Iterator[Finding]:
     for group, count in sorted(counts.items()):
         if count > 1:
             yield history.finding("to be trained twice", group, f"stands in {commit.where} {count} times")
-        elif group not in live and history.lost is None:
+        elif group not in live and history.ended(group, commit.mark.seq):
             yield history.finding("to be trained twice", group, f"has ended, but {commit.where} would hand it out again")
     for group, state in sorted(live.items()):
         if group not in counts and (commit.state is not None or state is State.ISSUED):

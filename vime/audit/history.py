@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from vime.errors import CheckpointError
-from vime.rollout.ledger import APPLICATION, FORMAT, LEDGER_FILE, Mark, State
+from vime.rollout.ledger import APPLICATION, ENDS, FORMAT, LEDGER_FILE, Mark, State
 
 __all__ = ["Event", "Finding", "GroupHistory", "History", "open_history"]
 
@@ -106,6 +106,12 @@ class History:
         """
         query = f"SELECT grp, state FROM ({last}) WHERE state IN ('issued', 'kept')"
         return {group: State(state) for group, state in self.db.execute(query, (mark.seq, mark.step))}
+
+    def ended(self, group: int, seq: int) -> bool:
+        """Whether a group had ended at entry `seq`; one that the user's code put into the buffer may never have been issued."""
+        query = "SELECT state FROM events WHERE grp = ? AND seq <= ? AND undone_by IS NULL ORDER BY seq DESC LIMIT 1"
+        row = self.db.execute(query, (group, seq)).fetchone()
+        return row is not None and State(row[0]) in ENDS
 
     def place(self, group: int) -> str | None:
         """file:line of a group's prompt."""

@@ -24,7 +24,7 @@ from vime.rollout.generate_state import GenerateState
 from vime.rollout.generation import generate_and_rm_group, segments, usable
 from vime.rollout.ledger import State
 from vime.rollout.metrics import rollout_metrics
-from vime.rollout.tracking import end_group
+from vime.rollout.tracking import end_group, give_back
 from vime.utils.types import Sample
 
 __all__ = ["MAX_FAILED_IN_A_ROW", "BatchCollector", "GroupWork", "cancel_all", "group_index"]
@@ -68,11 +68,11 @@ class GroupWork:
             raise GenerationError(f"the data source gave no prompt group when {count} were asked for; get_samples must return some.")
         return groups
 
-    def give_back(self, groups: list[Group]) -> None:
-        """To the data source's buffer."""
+    def give_back(self, groups: list[Group], reason: str | None = None) -> None:
+        """To the data source's buffer; `reason` for the ledger."""
         if groups:
             with self.source_errors():
-                self.source.add_samples(groups)
+                give_back(self.source, groups, reason)
 
     def submit(self, group: Group, *, keep: bool) -> Task:
         """Begin a group; with `keep` a copy of it as it is now is held until it is finished."""

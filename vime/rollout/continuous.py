@@ -152,7 +152,8 @@ class ContinuousCollector(GroupWork):
             for work in stale:
                 end_group(self.source, work.group, State.STALE, f"began under weights {work.version}, before {oldest}")
         else:
-            self.give_back([renewed(work.before if work.before is not None else work.group) for work in stale])
+            anew = [renewed(work.before if work.before is not None else work.group) for work in stale]
+            self.give_back(anew, reason=f"stale: began under weights before {oldest}, to be generated anew")
 
     async def _until(self, condition: Any, *, phase: str, progress: Any) -> None:
         begun = time.monotonic()

@@ -30,7 +30,7 @@ from vime.rollout.data_source import member_from_plain, member_to_plain
 from vime.rollout.ledger import LEDGER_FILE, Entry, Ledger, Mark, Outcome, State
 from vime.utils.types import Sample
 
-__all__ = ["DATA_SOURCE_FILE", "MARK_FILE", "TrackedSource", "end_group", "group_id", "outcomes_of", "read_mark"]
+__all__ = ["DATA_SOURCE_FILE", "MARK_FILE", "TrackedSource", "end_group", "give_back", "group_id", "outcomes_of", "read_mark"]
 
 logger = logging.getLogger(__name__)
 
@@ -134,14 +134,14 @@ class TrackedSource:
             self.ledger.record(entries, draws)
             return groups
 
-    def add_samples(self, samples: list[Group]) -> None:
-        """Give groups back, entered as kept: whole, partial or as they were."""
+    def add_samples(self, samples: list[Group], reason: str | None = None) -> None:
+        """Give groups back, entered as kept: whole, partial or as they were; `reason` says why, where that does not."""
         with self._lock:
             numbers = [group_id(group) if _is_group(group) else None for group in samples]
             known = [(number, group) for number, group in zip(numbers, samples, strict=True) if number in self._out]
             with self._errors():
                 self._inner.add_samples(samples)
-            entries = [Entry(group=int(n or 0), state=State.KEPT, reason=kind_of(group).name.lower()) for n, group in known]
+            entries = [Entry(group=int(n or 0), state=State.KEPT, reason=reason or kind_of(group).name.lower()) for n, group in known]
             self.ledger.record(entries + self._take_given_up())
             for number, _ in known:
                 self._out.pop(int(number or 0))
@@ -258,6 +258,14 @@ def end_group(source: Any, group: Group, state: State, reason: str) -> None:
     """`TrackedSource.end_group` where `source` is one; a rollout function may be called with a bare data source, too."""
     if isinstance(source, TrackedSource):
         source.end_group(group, state, reason)
+
+
+def give_back(source: Any, groups: list[Group], reason: str | None = None) -> None:
+    """`add_samples` of a data source, with the reason where it is a `TrackedSource`."""
+    if isinstance(source, TrackedSource):
+        source.add_samples(groups, reason)
+    else:
+        source.add_samples(groups)
 
 
 def read_mark(path: Path) -> tuple[Mark, list[Group]]:

@@ -138,6 +138,30 @@ def test_each_row_is_trained_at_most_once_an_epoch_and_none_is_passed_over(run: 
     assert set(whole) == {(epoch, 7, 7) for epoch in range(len(whole))}
 
 
+def test_weighted_sources_are_followed_each_in_its_own_epochs(run: MiniRun) -> None:
+    other = run.folder / "other.jsonl"
+    other.write_text("".join(json.dumps({"input": f"q{n}"}) + "\n" for n in range(4)))
+    flags = {"rollout_shuffle": True, "n_samples_per_prompt": 2, "rollout_max_prompt_len": 4}
+    spec = f"3*{run.args.prompt_data},1*{other}"
+    run.args = make_args(hf_checkpoint=run.args.hf_checkpoint, prompt_data=spec, **flags)
+    for _ in range(3):
+        run.steps(3)
+    assert run.report.findings == []
+    assert len(run.report.epochs) == 2
+    run.edit("UPDATE draws SET position = position - 1 WHERE source = 1 AND position = 2")
+    assert {"drawn twice", "lost"} <= kinds(run.report)
+
+
+def test_groups_of_the_users_own_in_the_buffer_are_no_finding(run: MiniRun) -> None:
+    def give_and_save(source: TrackedSource) -> None:
+        source.add_samples([[Sample(prompt="mine", group_index=1_000_000, index=2_000_000 + n) for n in range(2)]])
+        run.step(source, 2)
+        run.commit(source, 2)
+
+    run.steps(2, then=give_and_save)
+    assert run.report.findings == []
+
+
 def test_groups_that_are_in_flight_at_a_commit_stand_in_it(run: MiniRun) -> None:
     def save_with_groups_out(source: TrackedSource) -> None:
         run.step(source, 4)

@@ -159,6 +159,19 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         open_ledger(tmp_path / "file")
 
 
+def test_a_full_disk_is_told_and_nothing_is_half_written(tmp_path: Path) -> None:
+    ledger = open_ledger(tmp_path)
+    issue(ledger, 0)
+    pages = ledger._db.execute("PRAGMA page_count").fetchone()[0]
+    ledger._db.execute(f"PRAGMA max_page_count = {pages}")  # SQLite's own error for a full disk
+    with pytest.raises(ResourceError, match=r"ledger\.sqlite cannot be written: database or disk is full"):
+        ledger.record([Entry(group=number, state=State.ISSUED, samples=list(range(900))) for number in range(1, 60)])
+    assert ledger.live == {0: State.ISSUED}
+    ledger._db.execute("PRAGMA max_page_count = 100000")
+    issue(ledger, 1)
+    assert rows(tmp_path, "SELECT seq, grp FROM events") == [(1, 0), (2, 1)]
+
+
 def test_counts_are_those_since_the_last_call(tmp_path: Path) -> None:
     ledger = open_ledger(tmp_path)
     issue(ledger, 0, 1)
