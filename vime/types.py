@@ -11,7 +11,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["MicroBatch", "StepPlan", "TrainBatch", "TrainSample", "VersionSpan", "WeightSyncReport"]
+__all__ = ["FILLER_ID", "MicroBatch", "StepPlan", "TrainBatch", "TrainSample", "VersionSpan", "WeightSyncReport"]
+
+
+FILLER_ID = -1  # sample_id, group_id and rollout_id of a filler: two tokens that make ranks even, and count in nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,15 +23,14 @@ from vime.errors import ConfigError, DataError, GenerationError
 from vime.packing.balance import best_fit, even_bins, sequence_cost, spread
 from vime.packing.convert import ProcessedRewards, to_train_samples
 from vime.packing.own_data import from_train_data
-from vime.types import MicroBatch, StepPlan, TrainBatch, TrainSample
+from vime.types import FILLER_ID, MicroBatch, StepPlan, TrainBatch, TrainSample
 from vime.utils.types import Sample
 
-__all__ = ["FILLER_ID", "build_train_batches", "packing_metrics"]
+__all__ = ["build_train_batches", "packing_metrics"]
 
 logger = logging.getLogger(__name__)
 
 TOGETHER_COSTS = 1.02  # how much slower the slowest rank may get so that samples of one prompt stay together
-FILLER_ID = -1  # sample_id, group_id and rollout_id of a filler
 
 
 def build_train_batches(

@@ -19,7 +19,7 @@ import torch
 
 from vime.config.sections import AlgorithmConfig
 from vime.errors import DataError
-from vime.types import StepPlan, TrainSample
+from vime.types import FILLER_ID, StepPlan, TrainSample
 
 __all__ = ["AGGREGATIONS", "KeptTokens", "PackedBatch", "aggregation_of", "pack"]
 
@@ -87,6 +87,11 @@ class PackedBatch:
         return len(self.tokens)
 
     @property
+    def is_filler(self) -> bool:
+        """It holds no sample, and is there because other ranks have one."""
+        return set(self.sample_ids) == {FILLER_ID}
+
+    @property
     def trained_rows(self) -> torch.Tensor:
         """[N] i64: the positions whose label is trained."""
         return self.loss_mask.nonzero().squeeze(-1)
@@ -145,7 +150,7 @@ class PackedBatch:
         size = len(cut["tokens"])
         cut |= {name: torch.zeros_like(cut[name]) for name in ("loss_mask", "loss_weight", "sequence_ids")}
         cut |= {"position_ids": torch.arange(size, device=self.tokens.device), "cu_seqlens": self.cu_seqlens.new_tensor([0, size])}
-        own: dict[str, Any] = {"sample_ids": self.sample_ids[:1], "lengths": (size,), "response_lengths": (size - 1,)}
+        own: dict[str, Any] = {"sample_ids": (FILLER_ID,), "lengths": (size,), "response_lengths": (size - 1,)}
         return replace(self, max_seqlen=size, rollout_mask_sums=(0.0,), kept=None, **own, **cut)
 
     def to(self, device: torch.device | str) -> PackedBatch:

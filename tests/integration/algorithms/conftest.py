@@ -84,6 +84,7 @@ def cases_of(models: dict[str, str], folder: Path) -> list[dict[str, Any]]:
         {"name": "postprocessed", "kind": "train", "model": model, "training": {"rollout_data_postprocess_path": HOOKS + "postprocess"}},
         {"name": "provided", "kind": "train", "model": model | {"custom_model_provider_path": HOOKS + "provide"}},
         {"name": "critic", **learn, "count": 30, "training": CALLED},
+        {"name": "critic_frozen", **learn, "count": 2, "training": {"freeze_params_name_list": ["embedding", r"layers\.0"]}},
         {"name": "critic_half", **learn, "count": 15, "save": str(folder / "critic")},
         {"name": "critic_rest", **learn, "count": 15, "load": str(folder / "critic")},
     ]  # fmt: skip

@@ -262,6 +262,15 @@ def test_the_critic_learns_its_returns(results):
     assert stored["metrics"][0]["train/critic-lr-pg_0"] == 2e-2
 
 
+def test_what_is_frozen_is_so_in_the_critic_and_its_head_learns(results):
+    stored = results("critic_frozen")
+    assert stored["frozen"]
+    assert all("word_embeddings" in name or ".layers.0." in name for name in stored["frozen"])
+    losses = [m["train/critic-value_loss"] for m in stored["metrics"]]
+    assert losses[1] < losses[0]
+    assert not results("critic")["frozen"]
+
+
 def test_a_saved_critic_goes_on_as_if_nothing_had_happened(results):
     whole, rest = results("critic"), results("critic_rest")
     assert [m["train/critic-value_loss"] for m in rest["metrics"]] == [m["train/critic-value_loss"] for m in whole["metrics"][15:]]

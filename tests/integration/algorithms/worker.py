@@ -19,6 +19,7 @@ import torch
 from tests.integration.algorithms import own_hooks
 from tests.integration.megatron.worker import make_batch, make_samples, weights
 from vime.backends.megatron_utils.actor import MegatronTrainer
+from vime.backends.megatron_utils.convert.transfer import parameters_by_name
 from vime.backends.megatron_utils.critic import MegatronCritic, critic_config
 from vime.backends.megatron_utils.optimizer import _adams
 from vime.config import sections as s
@@ -102,6 +103,7 @@ def critic(case: dict[str, Any], where: dict[str, Any]) -> dict[str, Any]:
             out["metrics"].append(perf | trainer.train_on(batch, returns))
         if case.get("save"):
             trainer.save(case["save"])
+        out["frozen"] = [name for name, p in parameters_by_name(trainer._model).items() if not p.requires_grad]
     finally:
         trainer.shutdown()
     return out

@@ -45,6 +45,7 @@ LAYOUTS = {  # processes -> model -> layouts; "sp" is tensor and sequence parall
     },
 }
 BALANCE = ["--moe-router-load-balancing-type", "aux_loss", "--moe-aux-loss-coeff", "0.1", "--moe-z-loss-coeff", "0.05"]
+BIAS = ["--moe-router-bias-update-rate", "0.01"]
 SELECTIVE = ["--recompute-granularity", "selective"]
 EQUAL = 1e-5  # of gradients, relative to the largest of each parameter; of log-probs, absolute
 
@@ -85,6 +86,7 @@ def cases_of(models: dict[str, str], folder: Path) -> dict[int, list[dict[str, A
         {"name": "two more ep2", "model": moe, "tokens": tokens_of("ep2"), "first": 2, "count": 2, "load": saved_moe},
         {"name": "balanced cp2", "model": moe, "tokens": tokens_of("cp2") + BALANCE, **grads},
         {"name": "balanced dp2", "model": moe, "tokens": BALANCE, **grads},
+        {"name": "uneven dp2", "model": models["deepseek_v3"], "tokens": BALANCE + BIAS, "uneven": True, **grads},
         {"name": "replayed pp2", **replay, "tokens": tokens_of("pp2") + RECOMPUTE},
         {"name": "bf16 pp2", "model": deep, "tokens": [*tokens_of("pp2"), "--bf16"]},
         {"name": "frozen pp2", **frozen, "tokens": tokens_of("pp2") + RECOMPUTE},
@@ -96,6 +98,7 @@ def cases_of(models: dict[str, str], folder: Path) -> dict[int, list[dict[str, A
         {"name": "four steps", "model": deep, "count": 4},
         {"name": "four steps moe", "model": moe, "count": 4},
         {"name": "balanced", "model": moe, "tokens": BALANCE, **grads},
+        {"name": "uneven", "model": models["deepseek_v3"], "tokens": BALANCE + BIAS, "uneven": True, **grads},
         {"name": "balanced four", "model": moe, "tokens": BALANCE, "micro": 4, **grads},
         {"name": "replayed", **replay},
         {"name": "routed anew", **replay, "algorithm": {}},
@@ -182,6 +185,19 @@ def test_load_balancing_losses_are_those_of_one_process(matrix: Results, case: s
     for name in ("train/moe_load_balancing_loss", "train/moe_z_loss"):
         assert many["metrics"][0][name] == pytest.approx(one["metrics"][0][name], rel=1e-5)
         assert one["metrics"][0][name] > 0.5
+
+
+def test_a_filler_counts_neither_in_load_balancing_losses_nor_in_the_experts_biases(matrix: Results) -> None:
+    """Three micro-batches in one process; over two, of which one then has a filler."""
+    one, two = matrix("uneven"), matrix("uneven dp2")
+    assert worst(two["gradients"], one["gradients"]) <= EQUAL
+    for name in ("train/loss", "train/moe_load_balancing_loss", "train/moe_z_loss"):
+        assert two["metrics"][0][name] == pytest.approx(one["metrics"][0][name], rel=1e-5, abs=1e-7)
+    biases = [name for name in one["weights"] if name.endswith("e_score_correction_bias")]
+    assert biases
+    for name in biases:
+        assert torch.equal(two["weights"][name], one["weights"][name])
+        assert not torch.equal(one["weights"][name], matrix("deepseek_v3 one")["weights"][name])  # it moved by a tenth of that
 
 
 def test_replayed_routing_keeps_the_experts_of_the_policy_that_generated(matrix: Results) -> None:

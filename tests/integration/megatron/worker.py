@@ -33,11 +33,13 @@ from vime.backends.megatron_utils.state_writer import StateWriter
 from vime.config import sections as s
 from vime.config.run import RunConfig
 from vime.errors import VimeError
+from vime.packing.build import _filler
 from vime.types import StepPlan, TrainBatch, TrainSample
 
 from megatron.core import parallel_state  # isort: skip  # after vime's package has prepared it
 
 VOCAB = 90
+UNEVEN = 3  # micro-batches of all ranks together
 
 
 def make_samples(count: int = 12, seed: int = 0, *, nan_at: int | None = None) -> list[TrainSample]:
@@ -95,6 +97,18 @@ def gradients(trainer: MegatronTrainer) -> dict[str, torch.Tensor]:
             for parameter in model.parameters():
                 parameter.copy_(parameter.main_grad if parameter.requires_grad else torch.zeros_like(parameter))
     return weights(trainer) if trainer._adapters is None else trainer._adapters.tensors()
+
+
+def make_uneven_batch(samples: list[TrainSample], *, rank: int, size: int, rollout_id: int) -> TrainBatch:
+    """UNEVEN micro-batches dealt in turn; a rank that has fewer than another gets a filler."""
+    (plan,) = make_batch(samples, rank=0, size=1, micro=UNEVEN, steps=1, rollout_id=rollout_id).steps
+    contents = [[samples[i] for i in micro] for micro in plan.micro_batches[rank::size]]
+    contents += [[_filler(samples[0])]] * (-(-UNEVEN // size) - len(contents))
+    mine, micros = [], []
+    for content in contents:
+        micros.append(tuple(range(len(mine), len(mine) + len(content))))
+        mine += content
+    return TrainBatch(rollout_id=rollout_id, samples=tuple(mine), steps=(dataclasses.replace(plan, micro_batches=tuple(micros)),))
 
 
 def config_of(case: dict[str, Any]) -> RunConfig:
@@ -184,14 +198,11 @@ def run_case(case: dict[str, Any], *, world: int, rank: int, port: int) -> dict[
         behind = None
         for number in range(case.get("first", 0), case.get("first", 0) + case.get("count", 1)):
             samples = make_samples(seed=number, nan_at=case.get("nan_at"))
-            batch = make_batch(
-                samples,
-                rank=trainer.data_parallel_rank,
-                size=size,
-                micro=case.get("micro", 2),
-                steps=case.get("steps", 1),
-                rollout_id=number,
-            )
+            where = {"rank": trainer.data_parallel_rank, "size": size, "rollout_id": number}
+            if case.get("uneven"):
+                batch = make_uneven_batch(samples, **where)
+            else:
+                batch = make_batch(samples, **where, micro=case.get("micro", 2), steps=case.get("steps", 1))
             out["metrics"].append(trainer.train(batch))
             if case.get("save_behind") and trainer.step == 2:
                 behind = SaveBehind(trainer, case["save_behind"])

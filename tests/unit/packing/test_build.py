@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from vime.config.sections import AlgorithmConfig, DataConfig, RewardConfig
 from vime.errors import ConfigError, DataError, GenerationError, RewardError
 from vime.packing.balance import sequence_cost
-from vime.packing.build import FILLER_ID, build_train_batches, packing_metrics
-from vime.types import TrainBatch
+from vime.packing.build import build_train_batches, packing_metrics
+from vime.types import FILLER_ID, TrainBatch
 from vime.utils.types import Sample
 
 BUDGET = DataConfig(use_dynamic_batch_size=True, max_tokens_per_gpu=32)

@@ -137,7 +137,9 @@ def test_bad_samples_are_refused(samples: list[TrainSample], message: str) -> No
 
 
 def test_an_emptied_batch_is_two_tokens_with_nothing_trained() -> None:
-    batch = pack([sample(1, 3, [1, 1]), sample(2, 1, [1, 0, 1])], PLAN).emptied()
+    whole = pack([sample(1, 3, [1, 1]), sample(2, 1, [1, 0, 1])], PLAN)
+    batch = whole.emptied()
+    assert (whole.is_filler, batch.is_filler) == (False, True)
     assert batch.tokens.tolist() == [101, 102]
     assert batch.cu_seqlens.tolist() == [0, 2]
     assert not batch.loss_weight.any()

@@ -12,6 +12,7 @@ import torch
 
 from vime.backends.megatron_utils.actor import MegatronTrainer
 from vime.backends.megatron_utils.loss import at_rows, value_loss
+from vime.backends.megatron_utils.model import is_last
 from vime.backends.megatron_utils.rollout_data import Plans
 from vime.backends.megatron_utils.step import forward_each
 from vime.backends.megatron_utils.step_report import slowest
@@ -100,6 +101,10 @@ class MegatronCritic(MegatronTrainer):
         if filled:
             self._fill(chunks, str(self._config.model.hf_checkpoint))
         put_value_head(chunks, self._model_config)
+        self._freeze(chunks)
+        for chunk in chunks:
+            if is_last(chunk):
+                chunk.output_layer.requires_grad_()  # its head is its own, and always trained
 
     def _read(self, output: torch.Tensor, packed: PackedBatch, rows: torch.Tensor | None) -> torch.Tensor:
         """[T] from the head's [N, 1]."""

@@ -3,20 +3,24 @@
     --moe-router-load-balancing-type aux_loss, global_aux_loss     Megatron's (arXiv:2101.03961, eq. 4), times --moe-aux-loss-coeff
     --moe-z-loss-coeff                                             mean over tokens of logsumexp(logits)^2 (arXiv:2202.08906, eq. 5)
 
-Each is a mean over the step's micro-batches and is added to the loss, at whatever layout; padding counts in none of them.
+Each is a mean over the step's micro-batches and is added to the loss, at whatever layout; padding and fillers count in none of them.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
-from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.moe.moe_utils import (
+    MoEAuxLossAutoScaler,
+    get_tokens_per_expert_and_token_count,
+    switch_load_balancing_loss_func,
+)
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -122,19 +126,66 @@ class Router(TopKRouter):
             values = values.masked_fill(padding_mask, 0.0)
         count = torch.tensor(float(len(values)) if padding_mask is None else float((~padding_mask).sum()), device=logits.device)
         dist.all_reduce(count, group=self.tp_cp_group)
-        loss = values.sum() / count
+        loss = values.sum() / count.clamp(min=1)
         get_moe_metrics_tracker().record("z_loss", loss, self.layer_number, self.config.num_layers)
         return MoEAuxLossAutoScaler.apply(logits, coefficient * loss)
+
+    def _apply_aux_loss(
+        self, probs: torch.Tensor, scores_for_aux_loss: torch.Tensor, routing_map: torch.Tensor, with_padding_mask: bool = False
+    ) -> torch.Tensor:
+        """Megatron's, and 0 for a micro-batch of padding alone."""
+        coefficient = self.get_aux_loss_coeff("aux_loss")
+        if coefficient == 0:
+            return probs
+        per_expert, total = self._counts(routing_map, self.tp_cp_group)
+        loss = self._balance(scores_for_aux_loss, per_expert, total, coefficient)
+        return self.attach_and_log_load_balancing_loss(probs, coefficient, loss, "load_balancing_loss", self.tp_cp_group)
+
+    def _apply_global_aux_loss(
+        self, probs: torch.Tensor, scores_for_aux_loss: torch.Tensor, routing_map: torch.Tensor, with_padding_mask: bool = False
+    ) -> torch.Tensor:
+        """Megatron's, and 0 for micro-batches of padding alone."""
+        coefficient = self.get_aux_loss_coeff("global_aux_loss")
+        if coefficient == 0:
+            return probs
+        per_expert, total = self._counts(routing_map, self.tp_dp_cp_group)
+        self.global_tokens_per_expert += per_expert
+        self.ga_steps += 1
+        loss = self._balance(scores_for_aux_loss, self.global_tokens_per_expert / self.ga_steps, total, coefficient)
+        return self.attach_and_log_load_balancing_loss(
+            probs, coefficient, loss, "global_load_balancing_loss", self.tp_dp_cp_group, needs_dp_avg=False
+        )
+
+    def _counts(self, routing_map: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
+        """(tokens of each expert [E], tokens, at least 1) over the ranks of `group`, padding left out."""
+        per_expert, _, total = get_tokens_per_expert_and_token_count(
+            routing_map=routing_map, reduce_group=group, topk=self.topk, with_padding_mask=True
+        )
+        return per_expert, total.clamp(min=1)
+
+    def _balance(self, scores: torch.Tensor, per_expert: torch.Tensor, total: torch.Tensor, coefficient: float) -> torch.Tensor:
+        return switch_load_balancing_loss_func(
+            probs=scores,
+            tokens_per_expert=per_expert,
+            total_num_tokens=total,
+            topk=self.topk,
+            num_experts=self.config.num_moe_experts,
+            moe_aux_loss_coeff=coefficient,
+            fused=self.config.moe_router_fusion,
+        )
 
     def _apply_expert_bias(self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
         """Megatron's own applies the mask [T] to the last dimension of the map [T, E], which fails."""
         super()._apply_expert_bias(routing_map if padding_mask is None else routing_map & ~padding_mask[:, None])
 
 
-def share_of_losses(config: TransformerConfig, num_micro_batches: int, device: torch.device) -> None:
-    """Let the routers' losses count as means over the step's micro-batches of all data-parallel ranks."""
-    share = torch.tensor([1.0 / (num_micro_batches * parallel_state.get_data_parallel_world_size())], device=device)
+def share_of_losses(config: TransformerConfig, batches: Sequence[PackedBatch]) -> None:
+    """Let the routers' losses count as means over the step's micro-batches of all data-parallel ranks, fillers left out. Collective."""
+    count = torch.tensor([float(sum(not packed.is_filler for packed in batches))], device=batches[0].tokens.device)
+    dist.all_reduce(count, group=parallel_state.get_data_parallel_group())
+    share = 1.0 / count
     config.moe_grad_scale_func = lambda: share  # type: ignore[attr-defined]
+    config.moe_micro_batches = float(count)  # type: ignore[attr-defined]  # for `routing_metrics`
 
 
 def routing_metrics(config: TransformerConfig, num_micro_batches: int) -> dict[str, float]:
@@ -160,6 +211,6 @@ def routing_metrics(config: TransformerConfig, num_micro_batches: int) -> dict[s
         total = values.double().sum()
         values.zero_()
         dist.all_reduce(total)
-        replicas = 1 if name.startswith("global") else parallel_state.get_data_parallel_world_size()
-        out[f"moe_{name}"] = float(total) / (replicas * layers * num_micro_batches)
+        count = num_micro_batches if name.startswith("global") else config.moe_micro_batches  # type: ignore[attr-defined]
+        out[f"moe_{name}"] = float(total) / (count * layers)
     return out

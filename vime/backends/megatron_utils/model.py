@@ -181,7 +181,7 @@ def forward_logits(
         rank, multiple = parallel_state.get_context_parallel_rank(), config.tensor_model_parallel_size if config.sequence_parallel else 1
         shard = context_shard(packed, rank=rank, size=config.context_parallel_size, multiple_of=multiple)
         rows = None if wanted is None else shard.rows(wanted)
-        padding = shard.at == packed.num_tokens
+        padding = (shard.at == packed.num_tokens) | packed.is_filler
         out = _run(model, shard.tokens, shard.position_ids, shard_params(shard, thd=thd), rows, padding)
         return out, shard.at if rows is None else shard.at[rows]
     dropped = (config.hidden_dropout, config.attention_dropout, getattr(config, "adapter_dropout", 0.0))
@@ -190,7 +190,7 @@ def forward_logits(
     routes |= config.experimental_attention_variant is not None  # and a linear attention's state runs through each sequence by itself
     predicts = model.training and torch.is_grad_enabled() and getattr(getattr(model, "module", model), "mtp", None) is not None
     if wanted is None or drops or routes or predicts or config.sequence_parallel or packed.tokens.device.type != "cpu":
-        padding = packed.sequence_ids < 0
+        padding = (packed.sequence_ids < 0) | packed.is_filler
         params = packed_params(packed, thd=thd)
         params.predicts = packed if predicts else None
         return _run(model, packed.tokens, packed.position_ids, params, wanted, padding), wanted

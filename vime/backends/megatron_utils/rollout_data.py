@@ -10,9 +10,8 @@ import torch
 
 from vime.errors import HookError
 from vime.hooks import hook_errors
-from vime.packing.build import FILLER_ID
 from vime.packing.pack import PackedBatch
-from vime.types import TrainBatch
+from vime.types import FILLER_ID, TrainBatch
 
 __all__ = ["TOKEN_VALUES", "Plans", "postprocessed", "rollout_data", "shown_samples", "with_masks"]
 

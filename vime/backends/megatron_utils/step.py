@@ -39,7 +39,7 @@ def _run(
     config: Any = chunks[0].config
     wanted = len(batches)
     if config.num_moe_experts is not None:
-        share_of_losses(config, wanted, batches[0].tokens.device)
+        share_of_losses(config, batches)
     if len(chunks) > 1:  # the interleaved schedule wants whole rounds of the pipeline
         batches = [*batches, *[batches[-1].emptied()] * (-wanted % config.pipeline_model_parallel_size)]
     longest = max(packed.num_tokens for packed in batches)

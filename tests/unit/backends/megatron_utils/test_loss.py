@@ -19,9 +19,9 @@ from vime.backends.megatron_utils.loss import LossHooks, loss_from_logits, packe
 from vime.backends.megatron_utils.loss_policy import with_mean_importance
 from vime.config.sections import AlgorithmConfig, DataConfig, RewardConfig
 from vime.errors import ConfigError, DataError, HookError
-from vime.packing.build import FILLER_ID, build_train_batches
+from vime.packing.build import build_train_batches
 from vime.packing.pack import AGGREGATIONS, PackedBatch, aggregation_of, pack
-from vime.types import StepPlan, TrainBatch, TrainSample
+from vime.types import FILLER_ID, StepPlan, TrainBatch, TrainSample
 from vime.utils.types import Sample
 
 VOCAB, WIDTH = 11, 12  # one column of padding

@@ -13,9 +13,8 @@ import torch
 
 from vime.backends.megatron_utils.rollout_data import Plans, postprocessed, rollout_data
 from vime.errors import HookError
-from vime.packing.build import FILLER_ID
 from vime.packing.pack import pack
-from vime.types import StepPlan, TrainBatch, TrainSample
+from vime.types import FILLER_ID, StepPlan, TrainBatch, TrainSample
 
 ARGS = SimpleNamespace(rollout_data_postprocess_path="a.b")
 
