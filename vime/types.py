@@ -38,6 +38,7 @@ class TrainSample:
     kept_ids: npt.NDArray[np.int32] | None = None  # [K] the tokens that top-k and top-p sampling left, token by token
     kept_offsets: npt.NDArray[np.int64] | None = None  # [R + 1] response token i was drawn from kept_ids[offsets[i] : offsets[i + 1]]
     weight_versions: npt.NDArray[np.float32] | None = None  # [R] the version each token was sampled under; -1 where none is known
+    routed_experts: npt.NDArray[np.int16] | None = None  # [t < T, layers, k] of the first t tokens, those the engine's routers chose
     truncated: bool = False
     metadata: dict[str, Any] | None = None
 

@@ -113,7 +113,7 @@ def _train(capsule: Path, facts: dict[str, Any], config: RunConfig, recorded: Se
 def _values(recorded: Sequence[Any], batches: Sequence[Any]) -> Any:
     """The critic's values of each batch's samples; None without a critic."""
     from vime.capsule.results import SampleRows, in_order
-    from vime.packing.build import FILLER_ID
+    from vime.types import FILLER_ID
 
     item = next((item for item in recorded if (item.stage, item.name) == ("advantage", "values")), None)
     if item is None:

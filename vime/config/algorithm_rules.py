@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from vime.config.estimators import ESTIMATORS
 from vime.config.run import RunConfig
+from vime.config.sections import ROLLOUT_FUNCTION
 
 __all__ = ["ALGORITHM_EFFECTS", "LOSS_FIELDS", "algorithm_rules"]
 
@@ -170,6 +171,8 @@ def _corrections(config: RunConfig) -> Iterator[str]:
         yield "--use-rollout-logprobs and --use-tis both correct for the engine's probabilities: leave one of them out."
     if config.model.keep_old_actor and alg.use_routing_replay:
         yield "--keep-old-actor and --use-routing-replay exclude each other: routing is recorded in one pass, with the newest weights."
+    if alg.use_rollout_routing_replay:
+        yield from _engines_routing(config)
     if config.model.keep_old_actor and alg.use_rollout_entropy:
         yield "--keep-old-actor and --use-rollout-entropy exclude each other: the entropy would be of the newest weights, not of the old."
     low, high = alg.rs_lower_bound, alg.rs_upper_bound
@@ -178,6 +181,21 @@ def _corrections(config: RunConfig) -> Iterator[str]:
         yield f"--use-rs keeps ratios from {low:g} to {high:g}, so none: see --rs-lower-bound, --rs-upper-bound."
     if alg.use_tis and alg.tis_clip_low > alg.tis_clip:
         yield f"--tis-clip-low {alg.tis_clip_low:g} is above --tis-clip {alg.tis_clip:g}."
+
+
+def _engines_routing(config: RunConfig) -> Iterator[str]:
+    """What --use-rollout-routing-replay needs of the engines."""
+    flag = "--use-rollout-routing-replay"
+    if config.algorithm.use_routing_replay:
+        yield f"--use-routing-replay has no effect with {flag}, which takes the engine's routing: leave one of them out."
+    if config.engine.vllm_enable_deterministic_inference:
+        yield f"{flag} excludes --vllm-enable-deterministic-inference: vLLM's routing needs the prefix cache, which that turns off."
+    ours = config.rollout.rollout_function_path == ROLLOUT_FUNCTION and config.debug.load_debug_rollout_data is None
+    if config.cluster.device == "cpu" and ours:
+        yield (
+            f"{flag} is not available with engines on a CPU: vLLM returns routing from its Model Runner V2 alone, which needs Triton. "
+            "Use --use-routing-replay, or recorded rollouts (--load-debug-rollout-data), or a rollout function of your own."
+        )
 
 
 def _distillation(config: RunConfig) -> Iterator[str]:

@@ -225,6 +225,7 @@ def _filler(like: TrainSample) -> TrainSample:
         teacher_log_probs=None if like.teacher_log_probs is None else nothing,
         kept_ids=None,
         kept_offsets=None,
+        routed_experts=None,
         truncated=False,
         metadata=None,
     )

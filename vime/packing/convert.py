@@ -15,6 +15,7 @@ from vime.algorithms.overlong import overlong_penalty
 from vime.algorithms.registry import ADVANTAGES
 from vime.config.sections import AlgorithmConfig, RewardConfig
 from vime.errors import DataError, RewardError
+from vime.packing.routing import joined
 from vime.types import TrainSample
 from vime.utils.types import Sample
 
@@ -69,6 +70,7 @@ def to_train_samples(
             kept_ids=kept_tokens[i][0],
             kept_offsets=kept_tokens[i][1],
             weight_versions=_weight_versions(sample),
+            routed_experts=_routed(sample, mask) if algorithm.use_rollout_routing_replay else None,
             truncated=sample.status is Sample.Status.TRUNCATED,
             metadata=sample.train_metadata,
         )
@@ -172,6 +174,28 @@ def _kept(sample: Sample, mask: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np
             f"{_name(sample)}: response token {at} is {tokens[at]}, which is not among the {counts[at]} tokens it was drawn from."
         )
     return ids, offsets
+
+
+def _routed(sample: Sample, mask: npt.NDArray[np.float32]) -> npt.NDArray[np.int16] | None:
+    """[t, layers, k]: the routing of the tokens that predict the trained ones is there; None where nothing is trained."""
+    if not mask.any():
+        return None
+    needed = len(sample.tokens) - len(mask) + int(mask.nonzero()[0][-1])
+    if not sample.rollout_routed_experts:
+        raise DataError(
+            f"{_name(sample)} has no rollout_routed_experts, which --use-rollout-routing-replay trains with. A generate function of your "
+            "own hands the reply's routed_experts to Sample.append_response_tokens."
+        )
+    try:
+        found = joined(sample.rollout_routed_experts)
+    except DataError as error:
+        raise DataError(f"{_name(sample)}: {error}") from error
+    if not needed <= len(found) < len(sample.tokens):
+        raise DataError(
+            f"{_name(sample)}: rollout_routed_experts covers {len(found)} of {len(sample.tokens)} tokens; expected at least the {needed} "
+            "before the last trained one, and not the last of all."
+        )
+    return found
 
 
 def _weight_versions(sample: Sample) -> npt.NDArray[np.float32]:

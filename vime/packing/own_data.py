@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vime.errors import HookError
+from vime.packing.routing import joined
 from vime.types import TrainSample
 from vime.utils.types import Sample
 
@@ -19,7 +20,8 @@ FLAG = "--custom-convert-samples-to-train-data-path"
 NEEDED = ("tokens", "response_lengths", "rewards")
 OPTIONAL = (
     "raw_reward", "truncated", "sample_indices", "group_indices", "rollout_ids", "loss_masks", "rollout_mask_sums", "rollout_log_probs",
-    "teacher_log_probs", "weight_versions", "rollout_top_p_token_ids", "rollout_top_p_token_offsets", "metadata",
+    "teacher_log_probs", "weight_versions", "rollout_top_p_token_ids", "rollout_top_p_token_offsets",
+    "rollout_routed_experts", "metadata",
 )  # fmt: skip
 
 
@@ -71,6 +73,7 @@ def from_train_data(data: Any, samples: Sequence[Sample]) -> list[TrainSample]:
             kept_ids=_array(columns, "rollout_top_p_token_ids", i, np.int32),
             kept_offsets=_array(columns, "rollout_top_p_token_offsets", i, np.int64),
             weight_versions=_per_token(columns, "weight_versions", i),
+            routed_experts=_routed(columns, i),
             truncated=bool(columns["truncated"][i]) if columns["truncated"] is not None else False,
             metadata=columns["metadata"][i] if columns["metadata"] is not None else None,
         )
@@ -115,6 +118,11 @@ def _per_token(columns: Mapping[str, Any], name: str, i: int) -> npt.NDArray[np.
 
 def _array(columns: Mapping[str, Any], name: str, i: int, dtype: Any) -> npt.NDArray[Any] | None:
     return None if columns[name] is None else np.asarray(columns[name][i], dtype=dtype)
+
+
+def _routed(columns: Mapping[str, Any], i: int) -> npt.NDArray[np.int16] | None:
+    """From Sample.rollout_routed_experts."""
+    return joined(columns["rollout_routed_experts"][i]) if columns["rollout_routed_experts"] is not None else None
 
 
 def _number(columns: Mapping[str, Any], name: str, i: int) -> float:

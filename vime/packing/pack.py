@@ -79,6 +79,7 @@ class PackedBatch:
     kept: KeptTokens | None = None  # what the label of each of the T positions was sampled from
     teacher_log_probs: torch.Tensor | None = None  # [T] f32
     entropies: torch.Tensor | None = None  # [T] f32, in nats, of the old policy where the label was sampled
+    routed: torch.Tensor | None = None  # [T, layers, k] i16, the experts that the engine chose; -1 where it does not say
     weight_versions: torch.Tensor | None = None  # [T] f32, a whole number; -1 where none is known
 
     @property
@@ -151,7 +152,7 @@ class PackedBatch:
         cut |= {name: torch.zeros_like(cut[name]) for name in ("loss_mask", "loss_weight", "sequence_ids")}
         cut |= {"position_ids": torch.arange(size, device=self.tokens.device), "cu_seqlens": self.cu_seqlens.new_tensor([0, size])}
         own: dict[str, Any] = {"sample_ids": (FILLER_ID,), "lengths": (size,), "response_lengths": (size - 1,)}
-        return replace(self, max_seqlen=size, rollout_mask_sums=(0.0,), kept=None, **own, **cut)
+        return replace(self, max_seqlen=size, rollout_mask_sums=(0.0,), kept=None, **own, **(cut | {"routed": None}))
 
     def to(self, device: torch.device | str) -> PackedBatch:
         """A copy with all tensors on `device`."""
@@ -240,6 +241,7 @@ def pack(
     packed = replace(packed, loss_mask=mask, loss_weight=mask * weights[sequence_ids])
     known = {name: values for name in ("rollout_log_probs", "teacher_log_probs", "weight_versions") if (values := _of_all(samples, name))}
     packed = packed.with_token_values(**known) if known else packed
+    packed = replace(packed, routed=_routed(samples, packed)) if any(s.routed_experts is not None for s in samples) else packed
     return replace(packed, kept=_kept(samples, packed)) if any(s.kept_offsets is not None for s in samples) else packed
 
 
@@ -250,6 +252,21 @@ def _of_all(samples: Sequence[TrainSample], name: str) -> list[torch.Tensor]:
         lacking = next(s.sample_id for s in samples if getattr(s, name) is None)
         raise DataError(f"sample {lacking} has no {name} but others of its micro-batch have; give them to all samples or to none.")
     return known
+
+
+def _routed(samples: Sequence[TrainSample], packed: PackedBatch) -> torch.Tensor:
+    """[T, layers, k]: the engine's routing at each sample's tokens, -1 elsewhere."""
+    known = {s.sample_id: s.routed_experts.shape[1:] for s in samples if s.routed_experts is not None}
+    sizes = set(known.values())
+    if len(sizes) > 1:
+        raise DataError(f"samples {list(known)} have routed_experts of several shapes, {sorted(sizes)}: engines of one model give one.")
+    out = torch.full((packed.num_tokens, *sizes.pop()), -1, dtype=torch.int16)
+    start = 0
+    for sample in samples:
+        if sample.routed_experts is not None:
+            out[start : start + len(sample.routed_experts)] = torch.from_numpy(np.array(sample.routed_experts))
+        start += sample.length
+    return out
 
 
 def _kept(samples: Sequence[TrainSample], packed: PackedBatch) -> KeptTokens:

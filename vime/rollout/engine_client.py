@@ -6,7 +6,8 @@ and `weight_versions` spans `{version, start, end}` over the output's tokens.
 
 With `kept_tokens` true in a request's sampling parameters the reply must tell what top-k and top-p sampling left to choose
 from: as `sampling_mask`, where the engine runs with --return-sampling-mask, else as the top_k candidates of each token, of
-which those that were cut off have the log-probability -9999.
+which those that were cut off have the log-probability -9999. With `routed_experts` true it must tell which experts the tokens went to
+(`vime.packing.routing`), the first `routed_experts_prompt_start` tokens left out.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from vime.errors import EngineError, GenerationError
+from vime.errors import DataError, EngineError, GenerationError
+from vime.packing.routing import decoded
 from vime.utils.http_utils import HttpScope, request_json
 from vime.utils.types import Sample
 
@@ -33,7 +35,7 @@ _STATUS = {
 }
 # Keys of slime's sampling_params that vLLM calls otherwise, or does not have because we decode ourselves.
 _RENAMED = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
-_OURS = frozenset({"skip_special_tokens", "no_stop_trim", "spaces_between_special_tokens", "kept_tokens"})
+_OURS = frozenset({"skip_special_tokens", "no_stop_trim", "spaces_between_special_tokens", "kept_tokens", "routed_experts"})
 _CUT_OFF = -9999.0  # vLLM's log-probability of what cannot be sampled, and of what it does not know
 
 
@@ -46,6 +48,7 @@ class Generation:
     weight_versions: list[str]  # [N] the weight version each token was sampled under; "" when the engine does not say
     status: Sample.Status
     kept: list[list[int]] | None = None  # [N] the tokens each was drawn from, when that was asked for
+    routed_experts: str | None = None  # the experts of all tokens but the last that no earlier reply covered, when that was asked for
 
 
 class EngineClient:
@@ -75,7 +78,10 @@ class EngineClient:
             if self.scope.stopped:
                 return _nothing(sampling_params)
             reply = await request_json(self.scope.open(), "POST", self.url, payload, policy=self.scope.policy, first_try_headers=headers)
-        return parse_reply(reply, self.url, kept=bool(sampling_params.get("kept_tokens")))
+        found = parse_reply(reply, self.url, kept=bool(sampling_params.get("kept_tokens")))
+        if sampling_params.get("routed_experts") and found.token_ids:
+            _check_routing(found, len(token_ids) - sampling_params.get("routed_experts_prompt_start", 0), self.url)
+        return found
 
     async def generate_several(
         self, token_ids: list[int], sampling_params: dict[str, Any], count: int, *, session_id: str | None = None
@@ -175,7 +181,25 @@ def _parse_choice(choice: Any, url: str, kept: bool) -> Generation:
         log_probs.append(value)
     versions = _expand(choice.get("weight_versions"), len(tokens), url)
     sets = _kept(choice, tokens, entries, url) if kept else None
-    return Generation(token_ids=tokens, log_probs=log_probs, weight_versions=versions, status=_STATUS[reason], kept=sets)
+    return Generation(
+        token_ids=tokens, log_probs=log_probs, weight_versions=versions, status=_STATUS[reason], kept=sets,
+        routed_experts=choice.get("routed_experts"),
+    )  # fmt: skip
+
+
+def _check_routing(found: Generation, before: int, url: str) -> None:
+    """The reply's routing is of the `before` tokens that were asked about, and of what was generated but the last token."""
+    if found.routed_experts is None:
+        raise EngineError(
+            f"{url} sent no routed_experts, which --use-rollout-routing-replay needs: the engine must run with "
+            "--enable-return-routed-experts."
+        )
+    try:
+        count = len(decoded(found.routed_experts))
+    except DataError as error:
+        raise EngineError(f"{url}: {error}") from error
+    if count != before + len(found.token_ids) - 1:
+        raise EngineError(f"{url}: routed_experts covers {count} tokens; expected {before + len(found.token_ids) - 1}.")
 
 
 def _kept(choice: Any, tokens: list[int], entries: list[Any], url: str) -> list[list[int]]:

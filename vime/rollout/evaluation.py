@@ -17,6 +17,8 @@ from vime.rollout.metrics import eval_metrics
 from vime.rollout.rm_hub.registry import needs_label
 from vime.utils.types import Sample
 
+UNTRAINED = {"kept_tokens": False, "routed_experts": False}  # what only training needs to know
+
 __all__ = ["eval_files", "evaluate"]
 
 
@@ -65,7 +67,7 @@ def eval_sampling_params(state: GenerateState) -> dict[str, Any]:
         "top_k": args.eval_top_k,
         "max_new_tokens": args.eval_max_response_len,
     }
-    return {**state.sampling_params, **{name: value for name, value in over.items() if value is not None}, "kept_tokens": False}
+    return {**state.sampling_params, **{name: value for name, value in over.items() if value is not None}, **UNTRAINED}
 
 
 def _groups(state: GenerateState, name: str, path: str) -> list[Group]:

@@ -77,6 +77,7 @@ class GenerateState:
             "skip_special_tokens": args.rollout_skip_special_tokens,
             "no_stop_trim": True,
             "spaces_between_special_tokens": False,
+            "routed_experts": args.use_rollout_routing_replay,
             "kept_tokens": args.rollout_top_k > 0,  # the trainer's probabilities are over what the engine chose from
         }
 

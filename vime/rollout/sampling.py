@@ -14,6 +14,7 @@ from typing import Any, TypeGuard
 
 from vime.data.tokenizer import encode_prompt
 from vime.errors import DataError, EngineError, GenerationError
+from vime.packing.routing import joined
 from vime.rollout.base_types import Group
 from vime.rollout.engine_client import Generation, derive_seed
 from vime.rollout.generate_state import GenerateState
@@ -44,6 +45,8 @@ async def continue_sample(state: GenerateState, sample: Sample, sampling_params:
     params = {**sampling_params, "max_new_tokens": budget}
     if params.get("seed") is not None and sample.response_length:
         params["seed"] = derive_seed(params["seed"], sample.response_length)  # a later turn draws anew
+    if params.get("routed_experts") and sample.rollout_routed_experts:
+        params["routed_experts_prompt_start"] = len(joined(sample.rollout_routed_experts))
     reply = await state.client.generate(sample.tokens, params, session_id=sample.session_id)
     _append(state, sample, reply, _texts(state, [reply], params)[0])
 
@@ -51,14 +54,16 @@ async def continue_sample(state: GenerateState, sample: Sample, sampling_params:
 def shares_request(group: Group, state: GenerateState, sampling_params: dict[str, Any]) -> TypeGuard[list[Sample]]:
     """Whether one request can stand for a request a member: all are untouched, of one prompt, and the engine draws for each alone.
 
-    Not with seeds (they are a member's own), greedy sampling (vLLM refuses n > 1), custom generate functions, or sessions of
-    the user's own; nor where the reply would be long, or the limit of requests in flight smaller than the group.
+    Not with seeds (they are a member's own) or routed experts, greedy sampling (vLLM refuses n > 1), custom generate functions, or
+    sessions of the user's own; nor where the reply would be long, or the limit of requests in flight smaller than the group.
     """
     args, first = state.args, group[0]
     if isinstance(first, list) or not 1 < len(group) <= state.semaphore.size or state.semaphore.held_here:
         return False
     if args.vllm_enable_deterministic_inference or args.custom_generate_function_path:
         return False
+    if sampling_params.get("routed_experts"):
+        return False  # each choice would repeat the prompt's
     if sampling_params.get("seed") is not None or sampling_params.get("sampling_seed") is not None or sampling_params.get("n") is not None:
         return False
     candidates = 1 + (sampling_params["top_k"] if sampling_params.get("kept_tokens") else 0)
@@ -134,5 +139,6 @@ def _append(state: GenerateState, sample: Sample, reply: Generation, text: str) 
         text=text,
         weight_versions=reply.weight_versions,
         kept=reply.kept,
+        routed_experts=reply.routed_experts,
         status=reply.status,
     )

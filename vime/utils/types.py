@@ -46,6 +46,7 @@ class Sample:
     teacher_log_probs: list[float] | None = None  # [R]
     rollout_top_p_token_ids: list[int] | None = None  # [K] the tokens that top-k and top-p sampling left, token by token
     rollout_top_p_token_offsets: list[int] | None = None  # [R + 1] response token i was drawn from ids[offsets[i] : offsets[i + 1]]
+    rollout_routed_experts: list[str] = field(default_factory=list)  # replies' text (vime.packing.routing), each going on from the last
     remove_sample: bool = False  # the mask becomes all zeros; the sample still counts in its group
     status: Status = Status.PENDING
     metadata: dict[str, Any] = field(default_factory=dict)
@@ -95,13 +96,15 @@ class Sample:
         text: str | None = None,
         weight_versions: list[str] | None = None,
         kept: list[list[int]] | None = None,
+        routed_experts: str | None = None,
         status: Status | None = None,
     ) -> None:
         """Append response tokens and keep every per-token field as long as the response.
 
         Trainable tokens (sampled by the engine) need one log-probability each; others (tool output, template text)
         get mask 0, log-probability 0.0 and the weight version "". `kept` lists for each token what top-k and top-p sampling
-        left to choose from; without it a token counts as drawn from the whole vocabulary.
+        left to choose from; without it a token counts as drawn from the whole vocabulary. `routed_experts` is the engine's text for
+        the tokens that no earlier one covered, up to the last but one.
         """
         count = len(tokens)
         if trainable and (log_probs is None or len(log_probs) != count):
@@ -126,6 +129,8 @@ class Sample:
         self.weight_versions = self.weight_versions + [""] * missing + list(weight_versions or [""] * count)
         if kept is not None or self.rollout_top_p_token_offsets is not None:
             self._append_kept(kept or [[]] * count)
+        if routed_experts is not None:
+            self.rollout_routed_experts = [*self.rollout_routed_experts, routed_experts]
         if text is not None:
             self.response += text
         if status is not None:

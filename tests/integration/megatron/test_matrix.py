@@ -67,6 +67,7 @@ def cases_of(models: dict[str, str], folder: Path) -> dict[int, list[dict[str, A
     grads: dict[str, Any] = {"gradients": True}
     saved, saved_moe = str(folder / "save"), str(folder / "save_moe")
     replay = {"model": moe, "steps": 3, "algorithm": {"use_routing_replay": True}}
+    routed = {**replay, "algorithm": {"use_rollout_routing_replay": True}, "engine_routing": True}
     frozen = {"model": deep, "training": {"freeze_params_name_list": ["embedding", r"layers\.1\.mlp"]}, **grads}
     cases = {
         size: [
@@ -87,6 +88,9 @@ def cases_of(models: dict[str, str], folder: Path) -> dict[int, list[dict[str, A
         {"name": "balanced cp2", "model": moe, "tokens": tokens_of("cp2") + BALANCE, **grads},
         {"name": "balanced dp2", "model": moe, "tokens": BALANCE, **grads},
         {"name": "uneven dp2", "model": models["deepseek_v3"], "tokens": BALANCE + BIAS, "uneven": True, **grads},
+        {"name": "engine routed pp2", **routed, "tokens": tokens_of("pp2") + RECOMPUTE},
+        {"name": "engine routed cp2", **routed, "tokens": tokens_of("cp2")},
+        {"name": "engine routed sp2", **routed, "tokens": tokens_of("sp2")},
         {"name": "replayed pp2", **replay, "tokens": tokens_of("pp2") + RECOMPUTE},
         {"name": "bf16 pp2", "model": deep, "tokens": [*tokens_of("pp2"), "--bf16"]},
         {"name": "frozen pp2", **frozen, "tokens": tokens_of("pp2") + RECOMPUTE},
@@ -101,6 +105,7 @@ def cases_of(models: dict[str, str], folder: Path) -> dict[int, list[dict[str, A
         {"name": "uneven", "model": models["deepseek_v3"], "tokens": BALANCE + BIAS, "uneven": True, **grads},
         {"name": "balanced four", "model": moe, "tokens": BALANCE, "micro": 4, **grads},
         {"name": "replayed", **replay},
+        {"name": "engine routed", **routed},
         {"name": "routed anew", **replay, "algorithm": {}},
         {"name": "frozen", **frozen},
         {"name": "bf16", "model": deep, "tokens": ["--bf16"]},
@@ -205,6 +210,15 @@ def test_replayed_routing_keeps_the_experts_of_the_policy_that_generated(matrix:
     assert losses(pipeline) == pytest.approx(losses(replayed), abs=1e-6)
     assert worst(pipeline["weights"], replayed["weights"]) <= 1e-5
     assert worst(replayed["weights"], anew["weights"]) > 1e-4  # the weights moved, and with them some of the routing
+
+
+@pytest.mark.parametrize("layout", ["", " pp2", " cp2", " sp2"])
+def test_the_engines_routing_is_trained_with(matrix: Results, layout: str) -> None:
+    """transformers' routing under the start weights, as an engine tells it, is what the trainer would have recorded."""
+    recorded, told = matrix("replayed"), matrix(f"engine routed{layout}")
+    assert losses(told) == pytest.approx(losses(recorded), abs=1e-6)
+    assert worst(told["weights"], recorded["weights"]) <= 1e-5
+    assert worst(told["weights"], matrix("routed anew")["weights"]) > 1e-4
 
 
 def test_bfloat16_keeps_weights_and_gradients_of_the_optimizer_in_float32(matrix: Results) -> None:

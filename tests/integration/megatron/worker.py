@@ -111,6 +111,20 @@ def make_uneven_batch(samples: list[TrainSample], *, rank: int, size: int, rollo
     return TrainBatch(rollout_id=rollout_id, samples=tuple(mine), steps=(dataclasses.replace(plan, micro_batches=tuple(micros)),))
 
 
+def with_engine_routing(samples: list[TrainSample], folder: str) -> list[TrainSample]:
+    """The samples with the experts that transformers chooses under the weights in `folder`, as an engine tells them."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    out = []
+    for sample in samples:
+        with torch.no_grad():
+            layers = model(torch.tensor(sample.tokens)[None], output_router_logits=True).router_logits
+        chosen = torch.stack([logits.topk(model.config.num_experts_per_tok).indices for logits in layers], 1)
+        out.append(dataclasses.replace(sample, routed_experts=chosen[:-1].to(torch.int16).numpy()))
+    return out
+
+
 def config_of(case: dict[str, Any]) -> RunConfig:
     base = RunConfig(
         model=s.ModelConfig(hf_checkpoint=case["model"], ref_load=case.get("ref")),
@@ -198,6 +212,8 @@ def run_case(case: dict[str, Any], *, world: int, rank: int, port: int) -> dict[
         behind = None
         for number in range(case.get("first", 0), case.get("first", 0) + case.get("count", 1)):
             samples = make_samples(seed=number, nan_at=case.get("nan_at"))
+            if case.get("engine_routing"):
+                samples = with_engine_routing(samples, case["model"])
             where = {"rank": trainer.data_parallel_rank, "size": size, "rollout_id": number}
             if case.get("uneven"):
                 batch = make_uneven_batch(samples, **where)

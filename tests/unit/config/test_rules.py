@@ -24,6 +24,15 @@ def test_a_plain_run_is_valid(valid):
     ("values", "message"),
     [
         ({"num_epoch": 1}, "one of --num-rollout"),
+        (
+            {"use_rollout_routing_replay": True, "use_routing_replay": True},
+            "--use-routing-replay has no effect with --use-rollout-routing-replay",
+        ),
+        ({"use_rollout_routing_replay": True}, "is not available with engines on a CPU: vLLM returns routing from its Model Runner V2"),
+        (
+            {"use_rollout_routing_replay": True, "vllm_enable_deterministic_inference": True, "rollout_function_path": "a.b"},
+            "needs the prefix cache, which that turns off",
+        ),
         ({"log_probs_chunk_size": 0}, "--log-probs-chunk-size 0 is no number of rows: use 1 or more, or -1"),
         ({"num_rollout": None}, "one of --num-rollout"),
         ({"n_samples_per_prompt": 1}, "advantage of 0"),
@@ -142,3 +151,8 @@ def test_details_go_into_one_folder_whose_braces_are_its_own():
     assert config.rollout_dump.format(rollout_id=3) == "a{b}/rollout_data/3.jsonl"
     assert config.train_dump.format(rollout_id=3) == "a{b}/train_data/3.pt"
     assert RunConfig().train_dump is None
+
+
+def test_recorded_rollouts_may_tell_an_engines_routing_on_a_cpu(valid):
+    for values in ({"rollout_function_path": "a.b"}, {"load_debug_rollout_data": "r_{rollout_id}.jsonl", "rm_type": "math"}):
+        check_rules(change(valid, use_rollout_routing_replay=True, **values))

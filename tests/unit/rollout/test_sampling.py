@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from aiohttp import web
 
 from tests.unit.rollout.plugins import HERE
 from tests.unit.rollout.support import make_args, reply_of, run, serving
 from vime.errors import GenerationError
+from vime.packing.routing import encoded, joined
 from vime.rollout import generation
 from vime.rollout.generation import generate_and_rm_group
 from vime.rollout.sampling import GROUPS_PER_ENGINE, MOST_TOKENS, shares_request
-from vime.rollout.vllm_rollout import GenerateState
+from vime.rollout.vllm_rollout import GenerateState, generate
 from vime.utils.types import Sample
 
 Status = Sample.Status
@@ -207,3 +210,58 @@ def test_few_groups_are_spread_over_several_engines_by_sample(model_dir: Path) -
 
     assert not run(asked(2 * GROUPS_PER_ENGINE - 1))
     assert run(asked(2 * GROUPS_PER_ENGINE))
+
+
+def tells_routing(tokenizer: Any) -> Any:
+    """Answers with vLLM's routed_experts: a token's experts are its place in the sequence and the one behind."""
+
+    def answer(body: dict[str, Any], n: int) -> Any:
+        reply = reply_of(["4", "four"][n % 2], tokenizer)
+        skipped = body["sampling_params"].get("routed_experts_prompt_start", 0)
+        places = np.arange(skipped, len(body["token_ids"]) + len(reply["choices"][0]["token_ids"]) - 1)
+        reply["choices"][0]["routed_experts"] = encoded(np.stack([places, places + 1], -1)[:, None].astype(np.uint8))
+        return reply
+
+    return answer
+
+
+async def two_turns(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
+    await generate(args, sample, dict(sampling_params))
+    sample.append_response_tokens(tokens=[5, 6, 7], trainable=False, text="tool")
+    return await generate(args, sample, dict(sampling_params))
+
+
+def test_routing_is_asked_for_once_a_token_and_goes_on_over_turns(model_dir: Path, tokenizer: Any) -> None:
+    flags = {"use_rollout_routing_replay": True, "custom_generate_function_path": f"{__name__}.two_turns"}
+    (sample,), server = generated(model_dir, tells_routing(tokenizer), group_of(1), **flags)
+    first, second = (request["sampling_params"] for request in server.requests)
+    assert "routed_experts" not in first
+    assert "routed_experts_prompt_start" not in first
+    assert second["routed_experts_prompt_start"] == len(server.requests[0]["token_ids"]) + len("4")
+    routing = joined(sample.rollout_routed_experts)
+    assert routing[:, 0].tolist() == [[place, place + 1] for place in range(len(sample.tokens) - 1)]
+    assert Sample.from_dict(json.loads(json.dumps(sample.to_dict()))) == sample
+
+
+def test_a_group_is_asked_for_member_by_member_where_each_reply_tells_its_routing(model_dir: Path, tokenizer: Any) -> None:
+    group, server = generated(model_dir, tells_routing(tokenizer), use_rollout_routing_replay=True)
+    assert sizes(server) == [1, 1, 1, 1]
+    assert all(len(joined(member.rollout_routed_experts)) == len(member.tokens) - 1 for member in group)
+
+
+@pytest.mark.parametrize(
+    ("routed", "said"),
+    [
+        (None, "sent no routed_experts, which --use-rollout-routing-replay needs"),
+        ("!", "routed_experts is no base64"),
+        (encoded(np.zeros((2, 1, 2), np.uint8)), "routed_experts covers 2 tokens; expected 5"),
+    ],
+)
+def test_a_reply_that_does_not_tell_its_routing_fails_the_sample(model_dir: Path, tokenizer: Any, routed: Any, said: str) -> None:
+    def answer(body: dict[str, Any], n: int) -> Any:
+        reply = reply_of("4", tokenizer)
+        reply["choices"][0]["routed_experts"] = routed
+        return reply
+
+    with pytest.raises(GenerationError, match=said):
+        generated(model_dir, answer, group_of(1), use_rollout_routing_replay=True)

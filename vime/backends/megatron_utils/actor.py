@@ -7,7 +7,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from vime.backends.megatron_utils.checkpoint import load_state, start_save
 from vime.backends.megatron_utils.convert.registry import model_ops, trained_shape
 from vime.backends.megatron_utils.convert.transfer import HFWeights, Ranks, load_hf_weights, parameters_by_name
 from vime.backends.megatron_utils.convert.writer import export_hf, keep_model_files
-from vime.backends.megatron_utils.experts import RoutingTape, routing_metrics
+from vime.backends.megatron_utils.experts import routing_metrics, routing_tape
 from vime.backends.megatron_utils.frozen import freeze, trained_names
 from vime.backends.megatron_utils.layout import Layout
 from vime.backends.megatron_utils.lora_ops import is_adapter
@@ -95,10 +95,8 @@ class MegatronTrainer:
         self._cp_group = parallel_state.get_context_parallel_group()
         self._dp_group = parallel_state.get_data_parallel_group()
         self._model_config = transformer_config(args)
-        self._tape = RoutingTape() if config.algorithm.use_routing_replay else None
+        self._tape = routing_tape(config.algorithm, self._shape)
         self._model_config.routing_tape = self._tape  # type: ignore[attr-defined]  # where the routers find it
-        if self._tape is not None and self._shape.experts is None:
-            raise ConfigError(f"--use-routing-replay has no effect: {self._shape.path} is of a model without experts. Leave it out.")
         provider = config.model.custom_model_provider_path
         chunks = build_model(args, optional_hook(provider, "custom_model_provider_path"), str(provider))
         self._start_weights(chunks, filled=with_weights)
@@ -168,7 +166,7 @@ class MegatronTrainer:
         old_needed = needs_old_log_probs(algorithm, num_steps=len(plans)) or self._config.model.keep_old_actor
         old_needed = old_needed or self._hooks.before_log_prob is not None  # it is there to be called
         if old_needed:
-            with self._timed(seconds, "log_probs"), self._recorded():
+            with self._timed(seconds, "log_probs"), nullcontext() if self._tape is None else self._tape.old_policy():
                 plans = self._with_old_log_probs(plans)
         means: dict[str, float] = {}
         if parallel_state.is_pipeline_last_stage(ignore_virtual=True):  # where the log-probs are, and the loss
@@ -185,7 +183,7 @@ class MegatronTrainer:
             self.returns = [[packed.returns for packed in step if packed.returns is not None] for step in plans]
             if batch.rollout_id < self._config.critic.num_critic_only_steps:
                 return means | slowest(seconds, self._platform.device)
-        with self._timed(seconds, "actor_train"), self._replayed():
+        with self._timed(seconds, "actor_train"), nullcontext() if self._tape is None else self._tape.training():
             steps = self._optimizer_steps(plans, batch)
         interval = self._config.model.ref_update_interval
         if interval is not None and (batch.rollout_id + 1) % interval == 0:
@@ -519,25 +517,6 @@ class MegatronTrainer:
         if (predicted := self._model[-1].module.predicted) is None:
             return loss, sums
         return loss + self._config.training.mtp_loss_scaling_factor * predicted, sums | {"mtp_loss": predicted.detach()}
-
-    @contextmanager
-    def _recorded(self) -> Iterator[None]:
-        """With --use-routing-replay: the passes inside record which experts they use."""
-        if self._tape is not None:
-            self._tape.clear()
-            self._tape.recording = True
-        yield
-        if self._tape is not None:
-            self._tape.recording = False
-
-    @contextmanager
-    def _replayed(self) -> Iterator[None]:
-        """With --use-routing-replay: training inside uses the experts that were recorded."""
-        if self._tape is not None:
-            self._tape.replaying = True
-        yield
-        if self._tape is not None:
-            self._tape.clear()
 
     def _optimizer_steps(self, plans: Plans, batch: TrainBatch) -> list[dict[str, float]]:
         """All optimizer steps of a rollout step; the metrics of each without prefix."""

@@ -9,7 +9,8 @@ Each is a mean over the step's micro-batches and is added to the loss, at whatev
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,35 +25,58 @@ from megatron.core.transformer.moe.moe_utils import (
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from vime.errors import TrainerError
+from vime.backends.megatron_utils.convert.shape import ModelShape
+from vime.config.sections import AlgorithmConfig
+from vime.errors import ConfigError, TrainerError
 from vime.packing.pack import PackedBatch
 
-__all__ = ["Router", "RoutingTape", "routing_metrics", "share_of_losses"]
+__all__ = ["Router", "RoutingTape", "routing_metrics", "routing_tape", "share_of_losses"]
 
 METRICS = {"load_balancing_loss": "aux_loss", "global_load_balancing_loss": "global_aux_loss", "z_loss": None}
 
 
 class RoutingTape:
-    """Which experts the tokens of each micro-batch went to, layer by layer: recorded in one pass, taken again in later ones.
+    """Which experts the tokens of each micro-batch went to, layer by layer, for later passes to take again.
 
     The policy that is trained then uses the experts of the policy that generated, although it has moved (arXiv:2507.18071, section
-    5.3). What is recorded stays on its rank: all passes over a step have one layout. `clear` when the step is done.
+    5.3). They are recorded in one pass, and stay on their rank: all passes over a step have one layout. Or they are `of_engine`, and
+    come with the micro-batches (arXiv:2510.11370, section 3.1). `clear` when the step is done.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, of_engine: bool = False) -> None:
         self.recording = False
         self.replaying = False
+        self.of_engine = of_engine
         self._packed: PackedBatch | None = None
+        self._places: torch.Tensor | None = None
         self._chosen: dict[tuple[int, int], torch.Tensor] = {}
 
-    def start(self, packed: PackedBatch) -> None:
-        """The next pass through the layers is over `packed`, whose tokens are the key: they stay when values are added to it."""
-        self._packed = packed
+    def start(self, packed: PackedBatch, places: torch.Tensor | None = None) -> None:
+        """The next pass through the layers is over `packed`, whose tokens are the key: they stay when values are added to it.
+
+        `places` [t] i64 are those in the pack of the tokens that this rank's routers see, T standing for padding: for the engine's choice.
+        """
+        self._packed, self._places = packed, places
+
+    @contextmanager
+    def old_policy(self) -> Iterator[None]:
+        """The passes inside are over the policy that generated: they record, or already take the engine's choice."""
+        self.clear()
+        self.recording, self.replaying = not self.of_engine, self.of_engine
+        yield
+        self.recording = self.replaying = False
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """The passes inside take those choices; afterwards they are forgotten."""
+        self.replaying = True
+        yield
+        self.clear()
 
     def clear(self) -> None:
         """Forget what was recorded."""
         self._chosen.clear()
-        self._packed = None
+        self._packed = self._places = None
         self.recording = self.replaying = False
 
     def put(self, layer: int, chosen: torch.Tensor) -> None:
@@ -61,8 +85,11 @@ class RoutingTape:
         self._chosen[id(self._packed.tokens), layer] = chosen
 
     def get(self, layer: int) -> torch.Tensor | None:
-        """A layer's choice; None for a filler, in which nothing is trained. Raises TrainerError when it was not recorded."""
+        """A layer's choice, -1 where the engine told none; None for a filler, in which nothing is trained. Raises TrainerError when
+        it was not recorded."""
         assert self._packed is not None
+        if self.of_engine:
+            return self._engines(layer)
         found = self._chosen.get((id(self._packed.tokens), layer))
         if found is None and len(self._packed.trained_rows):
             ids = list(self._packed.sample_ids[:4])
@@ -70,6 +97,26 @@ class RoutingTape:
                 f"no routing of layer {layer} was recorded for the micro-batch with samples {ids}...: it cannot be replayed."
             )
         return found
+
+    def _engines(self, layer: int) -> torch.Tensor | None:
+        assert self._packed is not None
+        assert self._places is not None
+        if self._packed.routed is None:
+            return None
+        if layer > self._packed.routed.shape[1]:
+            raise TrainerError(f"the engine's routing is of {self._packed.routed.shape[1]} layers, and the model has a layer {layer}.")
+        chosen = torch.nn.functional.pad(self._packed.routed[:, layer - 1].long(), (0, 0, 0, 1), value=-1)
+        return chosen[self._places]
+
+
+def routing_tape(algorithm: AlgorithmConfig, shape: ModelShape) -> RoutingTape | None:
+    """What --use-routing-replay or --use-rollout-routing-replay asks for. Raises ConfigError for a model without experts."""
+    if not (algorithm.use_routing_replay or algorithm.use_rollout_routing_replay):
+        return None
+    if shape.experts is None:
+        flag = "--use-rollout-routing-replay" if algorithm.use_rollout_routing_replay else "--use-routing-replay"
+        raise ConfigError(f"{flag} has no effect: {shape.path} is of a model without experts. Leave it out.")
+    return RoutingTape(of_engine=algorithm.use_rollout_routing_replay)
 
 
 class _LayerTape:
@@ -89,14 +136,19 @@ class _LayerTape:
         """(values [T, k], indices [T, k]) of the experts to use."""
         layer = self._router.layer_number
         chosen: torch.Tensor | None = None
-        if self._router.training and self._tape.replaying:
+        if self._tape.replaying:
             second = torch.is_grad_enabled() and len(self._pending) > 0
             chosen = self._pending.popleft() if second else self._tape.get(layer)
-            if not torch.is_grad_enabled():
+            if self._router.training and not torch.is_grad_enabled():
                 self._pending.append(chosen)
-        if chosen is not None:
+        if chosen is not None and not self._tape.of_engine:
             return scores.gather(1, chosen), chosen
         values, indices = default_compute_topk(scores, topk, num_groups, group_topk)
+        if chosen is not None:
+            if chosen.shape != indices.shape:
+                raise TrainerError(f"the engine chose {chosen.shape[1]} experts a token, and the trainer's routers choose {topk}.")
+            chosen = torch.where(chosen < 0, indices, chosen)
+            return scores.gather(1, chosen), chosen
         if self._tape.recording:
             self._tape.put(layer, indices.detach())
         return values, indices

@@ -40,9 +40,8 @@ from vime.config.run import RunConfig
 from vime.config.sections import EvalConfig
 from vime.config.show import shown
 from vime.errors import CheckpointError, DataError, ResourceError
-from vime.packing.build import FILLER_ID
 from vime.packing.pack import PackedBatch
-from vime.types import TrainBatch
+from vime.types import FILLER_ID, TrainBatch
 
 __all__ = ["RecordedTrainer", "StepObserver", "StepRecord"]
 

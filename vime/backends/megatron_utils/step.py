@@ -12,6 +12,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from vime.backends.megatron_utils.experts import share_of_losses
+from vime.backends.megatron_utils.measures import positions_here
 from vime.backends.megatron_utils.model import forward_logits
 from vime.packing.pack import PackedBatch
 
@@ -28,7 +29,7 @@ def _forward_step(
     packed = next(batches)
     tape = getattr(model.config, "routing_tape", None)
     if tape is not None:
-        tape.start(packed)
+        tape.start(packed, positions_here(packed, sequence_parallel=model.config.sequence_parallel) if tape.of_engine else None)
     output, rows = forward_logits(model, packed, None if whole else packed.scored_rows)
     return output, partial(use, packed, rows)
 

@@ -56,6 +56,8 @@ def engine_command(config: RunConfig, *, port: int) -> list[str]:
     if config.rollout.rollout_top_k > 0:
         flags["--max-logprobs"] = str(max(config.rollout.rollout_top_k, 20))  # of a token: what it was chosen from
     switches = ["--enable-scale-out"]
+    if config.algorithm.use_rollout_routing_replay:
+        switches.append("--enable-return-routed-experts")
     if cpu:
         flags["--dtype"] = "float32"
         if not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):  # vLLM lets this variable override the flag
@@ -88,7 +90,9 @@ def engine_environment(config: RunConfig, *, secret: str) -> dict[str, str]:
         env.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         if not any(token.startswith(_COMPILE_FLAGS) for token in config.vllm_tokens):
             env["TORCH_COMPILE_DISABLE"] = "1"  # one sampling helper would be compiled at the first request: 15 s
-    elif config.engine.vllm_enable_deterministic_inference:
+    if config.algorithm.use_rollout_routing_replay:
+        env["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the one that returns routing
+    if not runs_on_cpu(config) and config.engine.vllm_enable_deterministic_inference:
         env["VLLM_BATCH_INVARIANT"] = "1"
     return env
 

@@ -9,8 +9,6 @@ from vime.config.fields import opt
 
 __all__ = ["AlgorithmConfig", "CriticConfig"]
 
-REPLAY = "use --use-routing-replay, which takes the routing of the trainer's log-prob pass."
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmConfig:
@@ -98,7 +96,7 @@ class AlgorithmConfig:
     opd_kl_coef: float = opt(1.0, "Coefficient of that KL.", ge=0)
 
     use_routing_replay: bool = opt(False, "MoE: train with the routing of the log-prob pass.")
-    use_rollout_routing_replay: bool = opt(False, "MoE: train with the engine's routing.", not_yet=REPLAY)
+    use_rollout_routing_replay: bool = opt(False, "MoE: compute the old log-probs and train with the engine's routing.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
