@@ -77,7 +77,7 @@ class Settings:
     lora_rank: int  # of adapters, which alone are trained; 0 = all weights are
     lora_targets: tuple[str, ...]  # names of the layers with adapters; () = all
     lora_dropout: bool
-    roles: int  # further sets of weights (reference, teacher) that wait in host memory
+    roles: int  # further sets of weights (reference, teacher, old policies) that wait in host memory
     whole_logits: bool  # of all positions, not only of the trained ones
     saves_behind: bool  # a copy of the trainer's state is in host memory while the run goes on
     # batches
@@ -237,7 +237,9 @@ def _roles(config: RunConfig) -> int:
     reference = alg.use_kl_loss or alg.kl_coef != 0
     if config.lora.lora_rank is not None and model.ref_load in (None, model.hf_checkpoint):
         reference = False
-    return int(reference) + int(model.opd_teacher_load is not None)
+    held = max(2, config.rollout.max_weight_staleness + 1)  # versions, as MegatronTrainer holds them; of adapters they are small
+    old = held if model.keep_old_actor and config.lora.lora_rank is None else 0
+    return int(reference) + int(model.opd_teacher_load is not None) + old
 
 
 def _lora_targets(lora: LoraConfig) -> tuple[str, ...]:

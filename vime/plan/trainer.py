@@ -109,7 +109,7 @@ def _own_share(s: Settings, w: StageWeights) -> int:
 
 
 def role_weights(s: Settings, stage: int) -> Item:
-    """Reference and teacher: each a copy of a rank's weights in host memory, which changes places with them while it is used."""
+    """Reference, teacher, old policies: each a copy of a rank's weights in host memory, which changes places with them while it is used."""
     return _item("weights of other roles", s.roles * stage_weights(s, stage).all * s.param_bytes)
 
 

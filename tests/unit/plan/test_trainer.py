@@ -33,6 +33,12 @@ def test_stateless_adam_has_its_moments_while_it_trains_alone(tmp_path: Path) ->
     assert sizes(stateless)["moments of this step"] == 8 * padded
 
 
+def test_kept_old_policies_wait_in_host_memory_as_many_as_data_may_be_behind(tmp_path: Path) -> None:
+    counts = [settings(tmp_path, "qwen3-4b", keep_old_actor=True, max_weight_staleness=k).roles for k in (1, 3)]
+    assert counts == [2, 4]
+    assert settings(tmp_path, "qwen3-4b", max_weight_staleness=3).roles == 0
+
+
 def test_float32_on_a_cpu_takes_16(tmp_path: Path) -> None:
     s = settings(tmp_path, "qwen3-moe-mixed", device="cpu")
     padded = s.model.parameters + (s.padded_vocab - s.model.vocab) * s.model.hidden
