@@ -134,6 +134,8 @@ class _LayerTape:
         self, scores: torch.Tensor, topk: int, num_groups: int | None, group_topk: int | None, default_compute_topk: Callable[..., Any]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(values [T, k], indices [T, k]) of the experts to use."""
+        if self._router.is_mtp_layer:  # it is counted by itself, and works in training alone: nobody has chosen for it
+            return default_compute_topk(scores, topk, num_groups, group_topk)  # type: ignore[no-any-return]
         layer = self._router.layer_number
         chosen: torch.Tensor | None = None
         if self._tape.replaying:
