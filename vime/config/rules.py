@@ -89,7 +89,7 @@ def _engines(config: RunConfig) -> Iterator[str]:
     """Engines that others started, and engines by file: each says itself how many there are."""
     addresses, file = config.engine.rollout_external_engine_addrs, config.engine.vllm_config
     sized = "rollout_num_gpus" in config.given or config.cluster.rollout_num_gpus is not None
-    for address in addresses:
+    for address in dict.fromkeys(addresses):
         host, _, port = address.rpartition(":")
         if not host or not port.isdigit() or not 0 < int(port) < 65536:
             yield f"--rollout-external-engine-addrs takes host:port, got '{address}'."
