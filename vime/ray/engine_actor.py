@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,7 @@ class ExternalEngine(WatchedActor):
     def __init__(self, config: RunConfig, endpoint: EngineEndpoint, log: str) -> None:
         super().__init__(log)
         self._config, self._endpoint = config, endpoint
+        self._greeted = threading.Event()
 
     def start(self) -> EngineEndpoint:
         """Wait until the engine answers, and ask it what it is."""
@@ -68,6 +70,7 @@ class ExternalEngine(WatchedActor):
         control.init_weight_update({})
         with contextlib.suppress(EngineError):  # its guard refuses that while its weights are half loaded: the first sync mends them
             control.resume()
+        self._greeted.set()
         return self._endpoint
 
     def watch(self) -> None:
@@ -76,9 +79,9 @@ class ExternalEngine(WatchedActor):
         if faults.use_fault_tolerance:
             self._stopped.wait()
             return
-        control = EngineControl.of(self._endpoint)
-        if not control.wait_healthy(self._config.engine.vllm_start_deadline, self._stopped):
-            return  # start() speaks of that
+        while not self._greeted.wait(CHILD_POLL_SECONDS):  # until then start() says what is wrong
+            if self._stopped.is_set():
+                return
         watch = EngineWatch(self._endpoint, dataclasses.replace(faults, rollout_health_check_first_wait=0.0))
         while not self._stopped.wait(CHILD_POLL_SECONDS):
             if watch.illness is not None:
