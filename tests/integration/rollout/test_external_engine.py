@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -34,9 +36,25 @@ def test_an_engine_of_somebody_elses_is_trained_with_and_left_running(engine: En
     assert engine.control.prompt_log_probs([1, 2, 3])[1] == "2"
 
 
-def test_a_run_without_the_engines_secret_says_so(flags: list[str], tmp_path: Path) -> None:
-    run = Run(flags, tmp_path / "out.txt", env={SECRET_ENV: "another secret of enough characters"})
-    assert run.wait(400) == 1, run.output[-3000:]
-    assert "answered 403" in run.output
-    assert SECRET_ENV in run.output
-    run.assert_nothing_left()
+WITHOUT = """
+import sys
+from pathlib import Path
+from tests.integration.conftest import engine_config
+from vime.backends.weight_transfer.control import EngineEndpoint
+from vime.errors import EngineError
+from vime.ray.engine_actor import ExternalEngine
+
+endpoint = EngineEndpoint(name="engine 0", url=sys.argv[2], secret="another secret of enough characters")
+engine = ExternalEngine(engine_config(Path(sys.argv[1])), endpoint, sys.argv[3] + "/engine.log")
+try:
+    engine.start()
+except EngineError as error:
+    Path(sys.argv[3], "said").write_text(str(error))
+"""
+
+
+def test_without_the_engines_secret_its_start_names_the_variable(engine: EngineServer, tiny_model: Path, tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", WITHOUT, str(tiny_model), engine.endpoint.url, str(tmp_path)], check=True, timeout=200)
+    said = (tmp_path / "said").read_text()
+    assert "answered 403" in said
+    assert said.endswith(f"Give this run the {SECRET_ENV} that the engine was started with.")
