@@ -137,7 +137,7 @@ def live(config: RunConfig, folder: Path, steps: int | None) -> None:
     commit = find_start(config)
     first = 0 if commit is None else commit.rollout_id + 1
     manager = RolloutManager(config, str(run), str(folder / "logs"))
-    manager._args = manager._runtime_args("127.0.0.1", 1)  # as `connect` does
+    manager._args = config.runtime_args(**manager._args._runtime | {"vllm_router_ip": "127.0.0.1", "vllm_router_port": 1})  # no router runs
     vime.ray.rollout.ray = SimpleNamespace(put=lambda batch: batch)  # type: ignore[attr-defined]
     manager.init(str(commit.rollout) if commit else None)
     last = first + steps if steps is not None else 1 << 30
