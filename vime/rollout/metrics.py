@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
 from vime.rollout.base_types import Group
 from vime.rollout.generation import segments, usable
+from vime.rollout.statistics import pass_rates
 from vime.utils.types import Sample
 
-__all__ = ["eval_metrics", "rollout_metrics"]
+__all__ = ["clustered_standard_error", "eval_metrics", "rollout_metrics"]
 
 
 def rollout_metrics(args: Any, groups: Sequence[Group], *, seconds: float, version: int | None = None) -> dict[str, float]:
@@ -62,13 +64,42 @@ def _kept(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def eval_metrics(name: str, rewards: Sequence[float], samples: Sequence[Sample], num_failed: int) -> dict[str, float]:
-    """eval/{name} (mean reward), its -truncated_ratio, -response_len/..., and -failed (samples that could not be had)."""
-    return {
+    """Metrics of one held-out set; `rewards` are those of `samples`.
+
+    eval/{name}                     mean reward
+    eval/{name}-ci95                half the width of its 95 % confidence interval, 1.96 standard errors; with two prompts or more
+    eval/{name}-pass@{k}            k = 1, 2, 4, ... up to the fewest answers of a prompt, where all have several; correct is a reward of 1
+    eval/{name}-truncated_ratio, eval/{name}-response_len/{mean,median,max,min}
+    eval/{name}-failed              samples that could not be had; they are in none of the others
+    """
+    by_prompt: dict[Any, list[float]] = defaultdict(list)
+    for reward, sample in zip(rewards, samples, strict=True):
+        by_prompt[sample.group_index].append(reward)
+    groups = list(by_prompt.values())
+    found = {
         f"eval/{name}": statistics.fmean(rewards),
         f"eval/{name}-truncated_ratio": _share(sample.status is Sample.Status.TRUNCATED for sample in samples),
         f"eval/{name}-failed": float(num_failed),
         **_spread(f"eval/{name}-response_len", [sample.response_length for sample in samples]),
     }
+    if len(groups) > 1:
+        found[f"eval/{name}-ci95"] = 1.96 * clustered_standard_error(groups)
+    if min(map(len, groups)) > 1:
+        correct = [[reward == 1.0 for reward in group] for group in groups]
+        found |= {f"eval/{name}-pass@{k}": rate for k, rate in pass_rates(correct).items()}
+    return found
+
+
+def clustered_standard_error(groups: Sequence[Sequence[float]]) -> float:
+    """Standard error of the mean over all values, where those of one group are not independent (answers to one prompt).
+
+    sqrt(G / (G - 1) * sum_g (sum_i (x_gi - mean))^2) / N over G > 1 groups with N values in all: Miller 2024 (arXiv:2411.00640,
+    section 2.2), with the usual small-sample factor.
+    """
+    count = sum(map(len, groups))
+    mean = math.fsum(value for group in groups for value in group) / count
+    squares = math.fsum(math.fsum(value - mean for value in group) ** 2 for group in groups)
+    return math.sqrt(len(groups) / (len(groups) - 1) * squares) / count
 
 
 def _spread(name: str, values: Sequence[float]) -> dict[str, float]:

@@ -15,7 +15,7 @@ from typing import Any
 from vime.errors import RewardError
 from vime.utils.types import Sample
 
-__all__ = ["pass_at_k", "sample_statistics"]
+__all__ = ["pass_at_k", "pass_rates", "sample_statistics"]
 
 PARTS = 4  # of --rollout-max-response-len, by which the correct responses are counted
 
@@ -54,6 +54,13 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
 
 
+def pass_rates(groups: Sequence[Sequence[bool]]) -> dict[int, float]:
+    """k = 1, 2, 4, ... up to the smallest group -> mean of `pass_at_k` over the groups; a group says which answers are correct."""
+    smallest = min(map(len, groups))
+    powers = itertools.takewhile(lambda k: k <= smallest, (2**n for n in itertools.count()))
+    return {k: statistics.fmean(pass_at_k(len(group), sum(group), k) for group in groups) for k in powers}
+
+
 def _is_correct(args: Any, sample: Sample) -> bool:
     return sample.get_reward_value(args) == 1.0
 
@@ -65,12 +72,7 @@ def _pass_rate(args: Any, samples: Sequence[Sample]) -> dict[str, float]:
         execution = sample.index if sample.rollout_id is None else sample.rollout_id
         of_group = groups[sample.group_index]
         of_group[execution] = of_group.get(execution, False) or _is_correct(args, sample)
-    smallest = min(len(members) for members in groups.values())
-    powers = itertools.takewhile(lambda k: k <= smallest, (2**n for n in itertools.count()))
-    return {
-        f"passrate/pass@{k}": statistics.fmean(pass_at_k(len(members), sum(members.values()), k) for members in groups.values())
-        for k in powers
-    }
+    return {f"passrate/pass@{k}": rate for k, rate in pass_rates([list(members.values()) for members in groups.values()]).items()}
 
 
 def _turns(samples: Sequence[Sample]) -> dict[str, float]:

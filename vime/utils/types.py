@@ -98,6 +98,8 @@ class Sample:
         kept: list[list[int]] | None = None,
         routed_experts: str | None = None,
         status: Status | None = None,
+        meta_info: dict[str, Any] | None = None,
+        update_terminal_info: bool = True,
     ) -> None:
         """Append response tokens and keep every per-token field as long as the response.
 
@@ -105,8 +107,13 @@ class Sample:
         get mask 0, log-probability 0.0 and the weight version "". `kept` lists for each token what top-k and top-p sampling
         left to choose from; without it a token counts as drawn from the whole vocabulary. `routed_experts` is the engine's text for
         the tokens that no earlier one covered, up to the last but one.
+
+        `meta_info` is slime's name for what else a reply says. Read are `weight_version`, of all these tokens, and
+        `finish_reason["type"]` (stop, length, abort), the status unless `update_terminal_info` is False.
         """
         count = len(tokens)
+        if meta_info is not None:
+            weight_versions, status = self._told(meta_info, count if trainable else 0, weight_versions, status, update_terminal_info)
         if trainable and (log_probs is None or len(log_probs) != count):
             got = "none" if log_probs is None else str(len(log_probs))
             raise ValueError(
@@ -135,6 +142,20 @@ class Sample:
             self.response += text
         if status is not None:
             self.status = status
+
+    def _told(
+        self, meta_info: dict[str, Any], count: int, weight_versions: list[str] | None, status: Status | None, terminal: bool
+    ) -> tuple[list[str] | None, Status | None]:
+        """What `meta_info` adds to these two; what is given beside it wins."""
+        if weight_versions is None and count and meta_info.get("weight_version") is not None:
+            weight_versions = [str(meta_info["weight_version"])] * count
+        reason = (meta_info.get("finish_reason") or {}).get("type")
+        if status is None and terminal and reason is not None:
+            ends = {"stop": self.Status.COMPLETED, "length": self.Status.TRUNCATED, "abort": self.Status.ABORTED}
+            if reason not in ends:
+                raise ValueError(f"append_response_tokens: meta_info's finish_reason is {reason!r}; known are {', '.join(ends)}.")
+            status = ends[reason]
+        return weight_versions, status
 
     def _append_kept(self, kept: list[list[int]]) -> None:
         ids = list(self.rollout_top_p_token_ids or [])
