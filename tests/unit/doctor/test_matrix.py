@@ -12,7 +12,19 @@ from tests.rules.test_setup import pins
 from vime.doctor.document import PAGE, with_matrix
 from vime.doctor.matrix import MATRIX, PAIRS, PYTHON, Package, Range, numbers
 
-NOT_IMPORTED_BY_RUNS = {"einops", "msgspec", "rich", "jinja2", "pytest", "pytest-timeout", "hypothesis", "ruff", "mypy", "pre-commit"}
+NOT_IMPORTED_BY_RUNS = {
+    "einops",
+    "msgspec",
+    "rich",
+    "jinja2",
+    "pytest",
+    "pytest-timeout",
+    "pytest-xdist",
+    "hypothesis",
+    "ruff",
+    "mypy",
+    "pre-commit",
+}
 LOCKED = [package for package in MATRIX if package.distributions[0] in pins()]
 
 
