@@ -122,7 +122,7 @@ def test_a_watch_probes_again_and_again_until_the_engine_is_ill(engine: Engine) 
     config = FaultToleranceConfig(
         use_fault_tolerance=True,
         rollout_health_check_interval=0.01,
-        rollout_health_check_timeout=30.0,
+        rollout_health_check_timeout=5.0,
         rollout_health_check_first_wait=0.0,
     )
     watch = EngineWatch(EngineEndpoint(name="engine 0", url=engine.url, secret="secret"), config)
