@@ -203,7 +203,8 @@ def renewed(group: Group) -> Group:
         length, fresh = sample.response_length, Sample()
         for name in (
             "response", "response_length", "reward", "loss_mask", "weight_versions", "rollout_log_probs", "teacher_log_probs",
-            "rollout_top_p_token_ids", "rollout_top_p_token_offsets", "remove_sample", "status", "session_id", "non_generation_time",
+            "rollout_top_p_token_ids", "rollout_top_p_token_offsets", "rollout_routed_experts", "remove_sample", "status", "session_id",
+            "non_generation_time",
         ):  # fmt: skip
             setattr(sample, name, getattr(fresh, name))
         sample.tokens = sample.tokens[: len(sample.tokens) - length]

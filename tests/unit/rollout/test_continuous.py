@@ -228,7 +228,9 @@ def test_a_renewed_group_is_as_the_data_source_gave_it() -> None:
     used = Sample.from_dict(fresh.to_dict())
     used.metadata = {"row": 1, "failure": "gone", "start_rollout_id": 2}
     used.tokens, used.session_id, used.reward = [5, 6], "s", 1.0
-    used.append_response_tokens(tokens=[7], log_probs=[-0.1], weight_versions=["1"], kept=[[7]], text="2", status=Status.COMPLETED)
+    used.append_response_tokens(
+        tokens=[7], log_probs=[-0.1], weight_versions=["1"], kept=[[7]], routed_experts="x", text="2", status=Status.COMPLETED
+    )
     (again,) = renewed([used])
     assert isinstance(again, Sample)
     assert again.tokens == [5, 6]
