@@ -41,7 +41,7 @@ RENAMED: dict[str, str] = {  # same value, other name
     "--sglang-reasoning-parser": "--vllm-reasoning-parser",
     "--sglang-log-level": "--vllm-uvicorn-log-level",
     "--sglang-enable-eplb": "--vllm-enable-eplb",
-    "--sglang-enable-lora": "--vllm-enable-lora",
+    "--sglang-enable-lora": "--lora-sync adapter",
 }
 
 CHANGED: dict[str, str] = {  # same name, other default or meaning, and why

@@ -17,7 +17,7 @@ from vime.config.effects import find_unused
 from vime.config.megatron_rules import megatron_rules
 from vime.config.prompt_sources import split_slice, split_sources
 from vime.config.run import RunConfig
-from vime.config.sections import DATA_SOURCE, ROLLOUT_FUNCTION, SFT_FUNCTION
+from vime.config.sections import DATA_SOURCE, ENGINE_LORA_RANKS, ROLLOUT_FUNCTION, SFT_FUNCTION
 from vime.config.sources import flags_in
 from vime.errors import ConfigError
 
@@ -81,6 +81,8 @@ def _adapters(config: RunConfig) -> Iterator[str]:
             "--lora-rank freezes the whole model: leave --only-train-params-name-list and --freeze-params-name-list out, "
             "and say with --lora-target-modules which layers get adapters."
         )
+    if config.lora.adapters_are_synced and config.lora.lora_rank > ENGINE_LORA_RANKS[-1]:
+        yield f"--lora-rank {config.lora.lora_rank} with --lora-sync adapter: engines take adapters up to rank {ENGINE_LORA_RANKS[-1]}."
     if config.model.ref_update_interval is not None:
         yield "--ref-update-interval with --lora-rank is not available yet: the reference is the model without its adapters. Leave it out."
 

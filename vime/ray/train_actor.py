@@ -97,6 +97,7 @@ class MegatronTrainRayActor(WatchedActor):
 
         `version` None: send once more what was sent last; nothing is sent, and None returned, when it was trained on meanwhile.
         """
+        from vime.backends.megatron_utils.update_weight.adapters import AdapterUpdater
         from vime.backends.megatron_utils.update_weight.sync import WeightUpdater
 
         version = self._sent_version if version is None else version
@@ -107,14 +108,19 @@ class MegatronTrainRayActor(WatchedActor):
         if version != self._sent_version:
             trainer.sent_as(version)
             self._sent_version = version
-        buckets = trainer.hf_weights(self._config.weight_update.update_weight_buffer_size)
+        adapters, size = trainer.adapters, self._config.weight_update.update_weight_buffer_size
+        alone = adapters if self._config.lora.adapters_are_synced else None  # else they are merged into the weights
+        buckets = trainer.hf_weights(size) if alone is None else alone.buckets(size)
         if self._rank != 0:
             for _ in buckets:
                 pass
             return None
         if self._updater is None:  # kept: it remembers the sync before, which its proof compares with
             step = faults.rollout_health_check_timeout if faults.use_fault_tolerance else None
-            self._updater = WeightUpdater(self._config.weight_update, run_id=run_id, step_seconds=step)
+            if alone is None:
+                self._updater = WeightUpdater(self._config.weight_update, run_id=run_id, step_seconds=step)
+            else:
+                self._updater = AdapterUpdater(self._config.weight_update, run_id=run_id, step_seconds=step, write=alone.write)
         return self._updater.update(engines, version, buckets, probe, lambda _tokens: expected)
 
     def shutdown(self) -> None:

@@ -54,8 +54,10 @@ class Generation:
 class EngineClient:
     """Sends generation requests to the router; holds a slot of the scope's limit only while one is in flight."""
 
-    def __init__(self, scope: HttpScope) -> None:
+    def __init__(self, scope: HttpScope, *, model: str | None = None) -> None:
+        """`model`: the adapter that is the policy; None: the engines' own model."""
         self.scope = scope
+        self._asked: dict[str, Any] = {} if model is None else {"model": model}
         self.url = scope.base_url + ENDPOINT
 
     async def generate(self, token_ids: list[int], sampling_params: dict[str, Any], *, session_id: str | None = None) -> Generation:
@@ -72,7 +74,7 @@ class EngineClient:
             DeadlineError: no reply within --rollout-request-timeout, in the last try either.
             GenerationError: the engine could not give a log-probability for a token.
         """
-        payload = {"token_ids": token_ids, "sampling_params": engine_sampling_params(sampling_params)}
+        payload = {**self._asked, "token_ids": token_ids, "sampling_params": engine_sampling_params(sampling_params)}
         headers = {SESSION_HEADER: session_id} if session_id else None
         async with self.scope.slot(self.url):
             if self.scope.stopped:
@@ -93,7 +95,7 @@ class EngineClient:
         Raises:
             EngineError, DeadlineError: as `generate`, for all of them.
         """
-        payload = {"token_ids": token_ids, "sampling_params": {**engine_sampling_params(sampling_params), "n": count}}
+        payload = {**self._asked, "token_ids": token_ids, "sampling_params": {**engine_sampling_params(sampling_params), "n": count}}
         headers = {SESSION_HEADER: session_id} if session_id else None
         async with self.scope.slot(self.url, count):
             if self.scope.stopped:

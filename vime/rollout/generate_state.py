@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator
 from contextvars import ContextVar
 from typing import Any
 
+from vime.config.sections import POLICY_ADAPTER
 from vime.errors import ConfigError
 from vime.hooks import accepts, load_hook
 from vime.rollout.engine_access import EngineAccess
@@ -65,7 +66,8 @@ class GenerateState:
                     retries=args.rollout_request_retries,
                     patience=args.vllm_start_deadline if args.use_fault_tolerance else 0.0,  # the only engine may be being replaced
                 ),
-            )
+            ),
+            model=POLICY_ADAPTER if args.lora_rank is not None and args.lora_sync == "adapter" else None,
         )
         self.sampling_params = {
             "temperature": args.rollout_temperature,

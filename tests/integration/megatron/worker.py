@@ -96,7 +96,7 @@ def gradients(trainer: MegatronTrainer) -> dict[str, torch.Tensor]:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.copy_(parameter.main_grad if parameter.requires_grad else torch.zeros_like(parameter))
-    return weights(trainer) if trainer._adapters is None else trainer._adapters.tensors()
+    return weights(trainer) if trainer.adapters is None else trainer.adapters.tensors()
 
 
 def make_uneven_batch(samples: list[TrainSample], *, rank: int, size: int, rollout_id: int) -> TrainBatch:

@@ -20,6 +20,10 @@ def test_a_plain_run_is_valid(valid):
     check_rules(valid)
 
 
+def test_with_adapters_the_reference_needs_no_folder(valid):
+    check_rules(change(valid, use_kl_loss=True, kl_loss_coef=0.1, lora_rank=8))
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -44,6 +48,12 @@ def test_a_plain_run_is_valid(valid):
         ({"over_sampling_batch_size": 2}, "must be at least --rollout-batch-size 4"),
         ({"use_kl_loss": True, "kl_loss_coef": 0.1}, "--use-kl-loss needs --ref-load"),
         ({"kl_loss_coef": 0.1}, "go together"),
+        ({"lora_rank": 8, "freeze_params_name_list": ["mlp"]}, "--lora-rank freezes the whole model"),
+        ({"lora_rank": 600, "lora_sync": "adapter"}, "engines take adapters up to rank 512"),
+        (
+            {"lora_rank": 8, "use_kl_loss": True, "kl_loss_coef": 0.1, "ref_update_interval": 2},
+            "--ref-update-interval with --lora-rank is not available",
+        ),
         ({"loss_type": "sft_loss"}, "add --disable-compute-advantages-and-returns"),
         ({"loss_type": "custom_loss"}, "--custom-loss-function-path go together"),
         ({"compute_advantages_and_returns": False}, "policy_loss needs advantages"),

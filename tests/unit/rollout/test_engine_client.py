@@ -184,6 +184,20 @@ def test_a_retry_leaves_the_session_header_out_so_that_the_router_may_choose_ano
     assert sessions == ["s1", None]
 
 
+def test_a_policy_that_is_an_adapter_is_named_in_each_request() -> None:
+    async def attempt() -> list[Any]:
+        async with serving(lambda body, n: {"choices": [{**GOOD["choices"][0], "index": 0}]}) as server:
+            scope = HttpScope(base_url=server.url, limit=RequestLimit(1))
+            client = EngineClient(scope, model="policy")
+            await client.generate([1, 2], SLIME_PARAMS)
+            await client.generate_several([1, 2], SLIME_PARAMS, 1)
+            await EngineClient(scope).generate([1, 2], SLIME_PARAMS)
+            await scope.close()
+            return [body.get("model") for body in server.requests]
+
+    assert run(attempt()) == ["policy", "policy", None]
+
+
 def test_seeds_depend_on_their_parts_alone() -> None:
     assert derive_seed(42, "train", 3) == 984284373  # the same on every machine: resumed runs depend on it
     seeds = {derive_seed(42, "train", index) for index in range(1000)}

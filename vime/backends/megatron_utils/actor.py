@@ -69,7 +69,7 @@ class MegatronTrainer:
     Raises ConfigError, CheckpointError or ResourceError before any training is done.
     """
 
-    _adapters: RunAdapters | None = None  # with --lora-rank
+    adapters: RunAdapters | None = None  # with --lora-rank
 
     def __init__(
         self, config: RunConfig, *, rank: int, world_size: int, master_addr: str, master_port: int, with_weights: bool = True
@@ -245,8 +245,8 @@ class MegatronTrainer:
         """
         source = Path(str(self._config.model.hf_checkpoint))
         export_hf(source, Path(path), self._shape, self.hf_weights(EXPORT_BUCKET_BYTES, prediction=True))
-        if self._adapters is not None:
-            self._adapters.save(Path(path))
+        if self.adapters is not None:
+            self.adapters.save(Path(path))
 
     def save(self, path: str) -> None:
         """Write the whole training state: model, optimizer, schedule, random states, step; the reference where it moves."""
@@ -266,8 +266,8 @@ class MegatronTrainer:
             if self._config.model.ref_update_interval is not None:
                 with self._as_role("ref"):
                     self.save_hf(str(Path(path) / REFERENCE_FOLDER))
-            if self._adapters is not None:
-                self._adapters.save(Path(path))
+            if self.adapters is not None:
+                self.adapters.save(Path(path))
             with all_moments(self._optimizer):
                 parts = (self._model, self._optimizer, self._schedule)
                 return start_save(path, *parts, step=self._step, background=background, adapters=self._saved_adapters)
@@ -326,7 +326,7 @@ class MegatronTrainer:
         trainer = RecordedTrainer(
             model=self._model,
             weights=self._weights,
-            adapters=None if self._adapters is None else self._adapters.weights,
+            adapters=None if self.adapters is None else self.adapters.weights,
             temperature=self._temperature,
             vocab_size=self._shape.vocab_size,
             sequence_parallel=self._args.sequence_parallel,
@@ -356,7 +356,7 @@ class MegatronTrainer:
             self._sent = SentVersions(self._held, count=versions)
             self._freeze(chunks)
         else:
-            self._adapters = RunAdapters(self._config, chunks, self._ops, self._ranks, self._weights)
+            self.adapters = RunAdapters(self._config, chunks, self._ops, self._ranks, self._weights)
             self._model_config.adapter_dropout = self._config.lora.lora_dropout  # type: ignore[attr-defined]  # where `forward_logits` looks
             self._sent = SentVersions(HeldWeights(chunks, is_adapter), count=versions)
 
@@ -406,8 +406,8 @@ class MegatronTrainer:
         """The model with the weights of `role`, which has no adapters."""
         self._settle_parameters()
         with ExitStack() as stack:
-            if self._adapters is not None:
-                stack.enter_context(self._adapters.off())
+            if self.adapters is not None:
+                stack.enter_context(self.adapters.off())
             if role in self._held:
                 stack.enter_context(self._held.using(role))
             yield
@@ -415,7 +415,7 @@ class MegatronTrainer:
     @property
     def _saved_adapters(self) -> dict[str, Any] | None:
         """What a checkpoint says of the adapters, which then are all that it holds of the model."""
-        return None if self._adapters is None else self._adapters.saved
+        return None if self.adapters is None else self.adapters.saved
 
     @property
     def _multiple(self) -> int:

@@ -143,6 +143,7 @@ class Adapters:
     ) -> None:
         self.settings = settings
         self.found = list(found)
+        self.names = {name for one in found for name in (*one.a.hf, *one.b_names)}  # Hugging Face names of the factors
         self._modules = dict(modules)  # by the Megatron name of the layer's weight
         self._parameters = {name: p for name, p in parameters_by_name(chunks).items() if is_adapter(name)}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -43,13 +43,26 @@ class RunAdapters:
         """Inside, the model is the base model."""
         return self._adapters.off()
 
+    def buckets(self, bucket_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        """The factors under PEFT's names without its prefix, as `HFWeights.buckets` gives them; without the 0 of layers that have no
+        adapter. Collective.
+        """
+        wanted = self._adapters.names
+        for bucket in self.weights.buckets(bucket_bytes):
+            yield [(name, tensor) for name, tensor in bucket if name in wanted]
+
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All factors under PEFT's names without its prefix, on rank 0; empty elsewhere. Collective."""
-        return {name: tensor for bucket in self.weights.buckets(BUCKET_BYTES) for name, tensor in bucket}
+        """All factors on rank 0; empty elsewhere. Collective."""
+        return {name: tensor for bucket in self.buckets(BUCKET_BYTES) for name, tensor in bucket}
+
+    def write(self, folder: Path, tensors: Mapping[str, torch.Tensor]) -> Path:
+        """Write `tensors`, all factors, as `folder`/adapter, which PEFT loads; its path."""
+        mine, base = self._adapters, str(Path(self._base).absolute())
+        write_peft(folder / ADAPTER_FOLDER, mine.settings, mine.found, tensors, base=base)
+        return folder / ADAPTER_FOLDER
 
     def save(self, folder: Path) -> None:
         """Write `folder`/adapter, which PEFT loads. Collective."""
         tensors = self.tensors()
         if dist.get_rank() == 0:
-            mine, base = self._adapters, str(Path(self._base).absolute())
-            write_peft(folder / ADAPTER_FOLDER, mine.settings, mine.found, tensors, base=base)
+            self.write(folder, tensors)

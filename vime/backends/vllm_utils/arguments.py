@@ -67,6 +67,7 @@ OWNED_VLLM = {
     "--skip-tokenizer-init": "nothing: stop strings need the tokenizer",
     "--load-format": "nothing: engines start from --hf-checkpoint",
     "--help": "vime train --help=vllm",
+    **dict.fromkeys(("--enable-lora", "--max-lora-rank", "--max-loras", "--max-cpu-loras", "--lora-modules"), "--lora-sync adapter"),
 }
 NOT_YET_VLLM = frozenset(  # an engine is one tensor-parallel group on one host so far
     "--pipeline-parallel-size --prefill-context-parallel-size --decode-context-parallel-size --data-parallel-size --data-parallel- "

@@ -18,6 +18,7 @@ from vime.backends.vllm_utils.plugin import SHM_TRANSPORT
 from vime.backends.vllm_utils.router import DEFAULT_POLICY, RouterClient
 from vime.backends.weight_transfer.control import EngineControl, EngineEndpoint
 from vime.config import RunConfig
+from vime.config.sections import POLICY_ADAPTER
 from vime.errors import CheckpointError, ConfigError, EngineError
 
 __all__ = ["FRESH_WEIGHTS", "SERVED_NAME", "EngineFacts", "ask_engine", "check_router", "check_workers", "greet_engine", "shake_hands"]
@@ -196,10 +197,12 @@ def router_disagreements(config: RunConfig, urls: Sequence[str], router: RouterC
         )
     if problems or not ask:
         return problems
+    adapter = POLICY_ADAPTER if config.lora.adapters_are_synced else None
     try:
-        EngineControl(router.url, "", name="the router").prompt_log_probs(_PROBE, seconds=SECONDS)
+        EngineControl(router.url, "", name="the router").prompt_log_probs(_PROBE, SECONDS, adapter)
     except EngineError as error:
-        return [f"the router at {router.url} does not pass a request on to the engines ({error}). Look at its log."]
+        if adapter is None or f"The model `{adapter}` does not exist" not in str(error):  # the first sync will bring it
+            return [f"the router at {router.url} does not pass a request on to the engines ({error}). Look at its log."]
     policy, wanted = router.policy(), _token(config.router_tokens, "--policy") or DEFAULT_POLICY
     if policy is not None and policy != wanted:
         source = "--router-policy asks for" if "--policy" in config.router_tokens else "a run without --router-policy expects"

@@ -9,13 +9,14 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from vime.backends.vllm_utils.control_guard import SECRET_ENV
+from vime.backends.vllm_utils.control_guard import ADAPTER_ENV, SECRET_ENV
 from vime.backends.vllm_utils.handshake import SERVED_NAME, greet_engine
 from vime.backends.vllm_utils.plugin import SHM_TRANSPORT
 from vime.backends.vllm_utils.process import LOOPBACK, PortClaim, ServerProcess, new_secret
 from vime.backends.weight_transfer.control import EngineControl, EngineEndpoint
 from vime.backends.weight_transfer.segment import remove_stale_segments
 from vime.config import RunConfig
+from vime.config.sections import ENGINE_LORA_RANKS, POLICY_ADAPTER
 from vime.errors import ConfigError, EngineError
 
 __all__ = ["EngineServer", "engine_command", "engine_environment"]
@@ -58,6 +59,11 @@ def engine_command(config: RunConfig, *, port: int) -> list[str]:
     switches = ["--enable-scale-out"]
     if config.algorithm.use_rollout_routing_replay:
         switches.append("--enable-return-routed-experts")
+    if config.lora.adapters_are_synced:
+        assert config.lora.lora_rank is not None
+        flags |= {"--max-lora-rank": str(next(r for r in ENGINE_LORA_RANKS if r >= config.lora.lora_rank))}
+        flags |= {"--max-loras": "1", "--max-cpu-loras": "1"}
+        switches.append("--enable-lora")
     if cpu:
         flags["--dtype"] = "float32"
         if not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):  # vLLM lets this variable override the flag
@@ -83,6 +89,8 @@ def engine_environment(config: RunConfig, *, secret: str) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "PYTHONUNBUFFERED": "1",
     }
+    if config.lora.adapters_are_synced:
+        env |= {ADAPTER_ENV: POLICY_ADAPTER, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     env.setdefault("HF_HUB_OFFLINE", "1")  # a model is a folder here; a name that is none must not start a download
     env.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}"))
     if runs_on_cpu(config):

@@ -120,6 +120,15 @@ class EngineControl:
         body = None if version is None else {"weight_version": version}
         self.call("POST", "/finish_weight_update", body, seconds=seconds, repeat=False)
 
+    def load_adapter(self, name: str, folder: str, seconds: float | None = None) -> None:
+        """Load the PEFT folder as the adapter `name`, in place of one that has that name."""
+        body = {"lora_name": name, "lora_path": folder, "load_inplace": True}
+        self.call("POST", "/v1/load_lora_adapter", body, seconds=seconds, repeat=False)
+
+    def set_weight_version(self, version: str, seconds: float | None = None) -> None:
+        """Tokens sampled from now on carry this version."""
+        self.call("POST", "/update_weight_version", {"new_version": version}, seconds=seconds)
+
     def weight_version(self) -> str:
         """The version of the last finished update; "default" before the first."""
         return str(self.call("GET", "/weight_info")["weight_version"])
@@ -155,10 +164,14 @@ class EngineControl:
         lines = [line for line in text.decode().splitlines() if line.startswith((f"{name}{{", f"{name} "))]
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
-    def prompt_log_probs(self, tokens: list[int], seconds: float | None = None) -> tuple[list[float], str]:
-        """Natural log-probability of tokens[1:], each given its prefix [len - 1], and the weight version they belong to."""
+    def prompt_log_probs(self, tokens: list[int], seconds: float | None = None, model: str | None = None) -> tuple[list[float], str]:
+        """Natural log-probability of tokens[1:], each given its prefix [len - 1], and the weight version they belong to.
+
+        `model`: an adapter by its name; None: the engine's own model.
+        """
         params = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
-        answer = self.call("POST", "/inference/v1/generate", {"token_ids": tokens, "sampling_params": params}, seconds=seconds)
+        body = {"token_ids": tokens, "sampling_params": params} | ({} if model is None else {"model": model})
+        answer = self.call("POST", "/inference/v1/generate", body, seconds=seconds)
         rows = answer.get("prompt_logprobs") or []
         if len(rows) != len(tokens):
             raise EngineError(f"{self.name} returned {len(rows)} prompt log-probs for {len(tokens)} tokens.")

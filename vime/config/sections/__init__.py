@@ -14,13 +14,15 @@ from vime.config.sections.data import (
     RewardConfig,
     RolloutConfig,
 )
-from vime.config.sections.model import CheckpointConfig, LoraConfig, ModelConfig, WeightUpdateConfig
+from vime.config.sections.model import ENGINE_LORA_RANKS, POLICY_ADAPTER, CheckpointConfig, LoraConfig, ModelConfig, WeightUpdateConfig
 from vime.config.sections.observe import DebugConfig, LoggingConfig
 from vime.config.sections.placement import ClusterConfig, EngineConfig, FaultToleranceConfig, RouterConfig
 from vime.config.sections.training import TrainingConfig
 
 __all__ = [
     "DATA_SOURCE",
+    "ENGINE_LORA_RANKS",
+    "POLICY_ADAPTER",
     "RECORDED_FUNCTION",
     "ROLLOUT_FUNCTION",
     "SFT_FUNCTION",

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 from vime.config.fields import opt
 
-__all__ = ["CheckpointConfig", "LoraConfig", "ModelConfig", "WeightUpdateConfig"]
+__all__ = ["ENGINE_LORA_RANKS", "POLICY_ADAPTER", "CheckpointConfig", "LoraConfig", "ModelConfig", "WeightUpdateConfig"]
 
+POLICY_ADAPTER = "policy"  # with --lora-sync adapter: the adapter's name, which requests for the policy give as their model
+ENGINE_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM's --max-lora-rank takes
 SYNC = "each sync sends all weights through shared memory on one host. Leave it out."
 
 
@@ -63,8 +65,12 @@ class LoraConfig:
         "merged",
         "How engines get them: merged into the weights, or as adapters.",
         choices=("merged", "adapter"),
-        not_yet="they are merged into the weights that are sent. Leave it out.",
     )
+
+    @property
+    def adapters_are_synced(self) -> bool:
+        """Engines hold the model without adapters, and get those alone."""
+        return self.lora_rank is not None and self.lora_sync == "adapter"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from vime.backends.megatron_utils.critic import critic_config
+from vime.backends.megatron_utils.lora_ops import is_adapter
 from vime.backends.megatron_utils.loss_policy import needs_old_log_probs
 from vime.backends.megatron_utils.roles import HeldWeights, SentVersions
 from vime.config import sections as s
@@ -70,6 +71,23 @@ def test_what_is_changed_meanwhile_belongs_to_the_role() -> None:
         failing_pass()
     assert seen == [True]
     assert same(state(model), policy)
+
+
+def test_only_the_weights_that_are_chosen_are_held() -> None:
+    """With adapters a version of the policy is its adapters, and a reference is what they stand on."""
+    model = torch.nn.ModuleDict({"layer": torch.nn.Linear(2, 2), "layer_adapter": torch.nn.Linear(2, 2)})
+    adapters, base = HeldWeights([model], is_adapter), HeldWeights([model], lambda name: not is_adapter(name))
+    fill(model, 1)
+    adapters.keep("version 1")
+    base.keep("ref")
+    first = state(model)
+    fill(model, 2)
+    second = state(model)
+    with adapters.using("version 1"):
+        assert same(state(model), second[:2] + first[2:])
+    with base.using("ref"):
+        assert same(state(model), first[:2] + second[2:])
+    assert same(state(model), second)
 
 
 def packed_with(versions: list[int], engine: bool = True) -> PackedBatch:

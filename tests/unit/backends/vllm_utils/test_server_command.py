@@ -49,11 +49,20 @@ def test_each_flag_that_we_pass_is_refused_from_the_user_or_said_to_be_a_default
         model=MODEL,
         rollout=s.RolloutConfig(rollout_max_context_len=99),
         engine=s.EngineConfig(vllm_enable_deterministic_inference=True),
+        lora=s.LoraConfig(lora_rank=4, lora_sync="adapter"),
     )
     engine = flags_of(engine_command(everything, port=1))
     assert engine - set(arguments.OWNED_VLLM) == arguments.OVERRIDABLE_VLLM
     router = flags_of(router_command(["http://127.0.0.1:1"], port=1, metrics_port=2, router_tokens=()))
     assert router - set(arguments.OWNED_ROUTER) == arguments.OVERRIDABLE_ROUTER
+
+
+def test_an_engine_takes_adapters_where_they_are_synced_alone() -> None:
+    merged, alone = (RunConfig(cluster=CPU, model=MODEL, lora=s.LoraConfig(lora_rank=20, lora_sync=how)) for how in ("merged", "adapter"))
+    assert value(engine_command(alone, port=1), "--max-lora-rank") == "32", "the next rank that vLLM has"
+    assert "--enable-lora" not in engine_command(merged, port=1)
+    assert engine_environment(alone, secret="x" * 32)["VIME_POLICY_ADAPTER"] == "policy"
+    assert "VIME_POLICY_ADAPTER" not in engine_environment(merged, secret="x" * 32)
 
 
 def test_the_users_tokens_come_last_and_win() -> None:

@@ -32,6 +32,7 @@ from vime.backends.megatron_utils.convert.shape import ModelShape, with_predicti
 from vime.backends.megatron_utils.convert.stored import COMPLETE, StoredTensors, stored_sizes
 from vime.backends.megatron_utils.convert.transfer import check_hf_weights
 from vime.backends.megatron_utils.convert.writer import HFWriter, copy_small_files, keep_model_files
+from vime.backends.megatron_utils.lora_peft import ADAPTER_FOLDER
 from vime.config.run import RunConfig
 from vime.config.sections import ModelConfig
 from vime.errors import CheckpointError, ResourceError, VimeError
@@ -173,6 +174,11 @@ def megatron_to_hf(source: Path, target: Path, *, hf_folder: Path, shard_bytes: 
     CheckpointError for a checkpoint that is torn or of another model, ResourceError when `target` cannot be written.
     """
     _check_new(target)
+    if (source / ADAPTER_FOLDER).is_dir():
+        raise CheckpointError(
+            f"{source} holds adapters and no model: {source / ADAPTER_FOLDER} is their PEFT folder, and merged weights are what the run's "
+            "--save-hf wrote."
+        )
     stored = StoredTensors(source)
     with _skeleton(hf_folder, predicts=any(key.startswith("mtp.") for key in stored.keys)) as (shape, ops, entries):
         _check_same_model(source, hf_folder, entries, stored)

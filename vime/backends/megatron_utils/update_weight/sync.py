@@ -26,7 +26,7 @@ from vime.config.sections import WeightUpdateConfig
 from vime.errors import DeadlineError, EngineError, PeerError, WeightSyncError
 from vime.types import WeightSyncReport
 
-__all__ = ["WeightUpdater"]
+__all__ = ["Bucket", "WeightUpdater", "dtype_name"]
 
 Bucket = list[tuple[str, torch.Tensor]]
 
@@ -41,6 +41,8 @@ _NOISE_FACTOR = 5.0  # so many times the differences seen in good syncs, is not 
 
 class WeightUpdater:
     """Sends weights to engines on this host."""
+
+    model: str | None = None  # whom the proof asks; None: the model itself
 
     def __init__(self, config: WeightUpdateConfig, *, run_id: str, step_seconds: float | None = None) -> None:
         """`run_id` is part of the shared-memory segments' names. Segments that dead trainers left are removed here.
@@ -137,9 +139,9 @@ class WeightUpdater:
                 for name, tensor, data in raw:
                     if name in self._sent:
                         raise WeightSyncError(f"The trainer sent the tensor '{name}' twice in one update.")
-                    self._sent[name] = (_dtype_name(tensor), list(tensor.shape), digest_bytes(data))
+                    self._sent[name] = (dtype_name(tensor), list(tensor.shape), digest_bytes(data))
                     self._bytes += data.numel()
-                specs, size = layout([(name, _dtype_name(tensor), tuple(tensor.shape), data.numel()) for name, tensor, data in raw])
+                specs, size = layout([(name, dtype_name(tensor), tuple(tensor.shape), data.numel()) for name, tensor, data in raw])
                 if segment is None or segment.num_bytes < size:
                     segment = Segment.create(self._run_id, size)
                     stack.callback(segment.close)
@@ -173,7 +175,7 @@ class WeightUpdater:
     def _prove(self, pool: ThreadPoolExecutor, version: int, probe: list[int], expected: list[float]) -> float:
         """Compare log-probabilities of the probe, engine by engine; returns the largest difference."""
         worst = 0.0
-        answers = self._all(pool, lambda engine: engine.prompt_log_probs(probe, self._left()))
+        answers = self._all(pool, lambda engine: engine.prompt_log_probs(probe, self._left(), self.model))
         for engine, (values, seen) in zip(self._engines, answers, strict=True):
             if seen != str(version):
                 raise WeightSyncError(f"{engine.name} says that it samples under weight version '{seen}' after an update to '{version}'.")
@@ -270,5 +272,6 @@ class WeightUpdater:
         self._phases[name] = time.monotonic() - begun
 
 
-def _dtype_name(tensor: torch.Tensor) -> str:
+def dtype_name(tensor: torch.Tensor) -> str:
+    """Its dtype's name, as it travels: "float32"."""
     return str(tensor.dtype).removeprefix("torch.")
