@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from whole_runs import Run, metrics
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 
 def test_an_engine_samples_from_the_adapters_of_the_trainer(flags: Callable[..., list[str]], tmp_path: Path) -> None:
@@ -17,7 +17,7 @@ def test_an_engine_samples_from_the_adapters_of_the_trainer(flags: Callable[...,
     kl = {"use_kl_loss": True, "kl_loss_coef": "0.01", "kl_loss_type": "k3"}
     lora = {"lora_rank": 4, "lora_target_modules": ["q_proj", "v_proj", "down_proj"], "lora_sync": "adapter", "lr": "1e-2"}
     run = Run(flags(num_rollout=2, **lora, **kl), tmp_path / "log")
-    assert run.wait() == 0, run.output[-3000:]
+    assert run.wait(540) == 0, run.output[-3000:]
     first, second = [row for row in metrics(save) if row["source"] == "step"]
     for row in (first, second):
         assert row["train/train_rollout_logprob_abs_diff"] < 1e-4

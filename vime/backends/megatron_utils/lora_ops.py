@@ -19,7 +19,7 @@ from vime.backends.megatron_utils.convert.ops import Copy, GateUp, Op, Sections,
 from vime.backends.megatron_utils.convert.transfer import Ranks
 from vime.errors import ConfigError
 
-__all__ = ["FACTOR_A", "FACTOR_B", "AdapterOps", "AdapterSettings", "adapter_ops", "is_adapter", "layer_name", "target_names"]
+__all__ = ["FACTOR_A", "FACTOR_B", "WEIGHT", "AdapterOps", "AdapterSettings", "adapter_ops", "is_adapter", "layer_name", "target_names"]
 
 WEIGHT, ADAPTER = ".weight", "_adapter."
 FACTOR_A, FACTOR_B = ".lora_A.weight", ".lora_B.weight"  # PEFT's names

@@ -26,6 +26,7 @@ PLAIN = {  # what an adapter may say of itself: anything else changes the formul
     "peft_type": "LORA", "bias": "none", "use_rslora": False, "use_dora": False, "fan_in_fan_out": False, "rank_pattern": {},
     "alpha_pattern": {}, "modules_to_save": None, "layers_to_transform": None, "layer_replication": None, "target_parameters": None,
 }  # fmt: skip
+BASE = "base_digest"  # in the metadata of the tensors' file
 SAMPLES, SAMPLE_BYTES = 64, 4096  # of each file, for the digest
 
 
@@ -76,6 +77,11 @@ class PeftFolder:
         self._names = set(self._file.keys())
 
     @property
+    def base(self) -> str | None:
+        """`base_digest` of the model that it was trained on, where we wrote it."""
+        return (self._file.metadata() or {}).get(BASE)
+
+    @property
     def targets(self) -> list[str]:
         """The names of the layers with adapters, sorted."""
         ends = (FACTOR_A, FACTOR_B)
@@ -93,7 +99,7 @@ class PeftFolder:
             more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
             raise CheckpointError(f"{self._folder} holds other adapters than this model's: {'; '.join(problems[:5])}{more}.")
 
-    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor | None:
+    def tensor(self, name: str, shape: tuple[int, ...] = ()) -> torch.Tensor | None:
         """One factor by its name without PEFT's prefix; None where it is not there."""
         return self._file.get_tensor(PREFIX + name) if PREFIX + name in self._names else None
 
@@ -118,9 +124,15 @@ def _shapes(one: AdapterOps) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def write_peft(
-    folder: Path, settings: AdapterSettings, found: Iterable[AdapterOps], tensors: Mapping[str, torch.Tensor], *, base: str
+    folder: Path,
+    settings: AdapterSettings,
+    found: Iterable[AdapterOps],
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    base: str,
+    digest: str | None = None,
 ) -> None:
-    """Write all factors (under Hugging Face names) of adapters for the model in `base`. Raises ResourceError when that fails."""
+    """Write all factors, under Hugging Face names, of adapters for the model `base` with that digest. Raises ResourceError otherwise."""
     named = {PREFIX + name: tensors[name].contiguous().cpu() for one in found for name, _ in _shapes(one)}
     config = {
         **PLAIN,
@@ -135,7 +147,7 @@ def write_peft(
     }
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        save_file(named, str(folder / WEIGHTS), metadata={"format": "pt"})
+        save_file(named, str(folder / WEIGHTS), metadata={"format": "pt"} | ({} if digest is None else {BASE: digest}))
         (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
     except (OSError, SafetensorError) as error:
         raise ResourceError(f"the adapter folder {folder} could not be written ({error}). Check the space and the rights there.") from error

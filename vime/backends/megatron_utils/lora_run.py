@@ -58,7 +58,7 @@ class RunAdapters:
     def write(self, folder: Path, tensors: Mapping[str, torch.Tensor]) -> Path:
         """Write `tensors`, all factors, as `folder`/adapter, which PEFT loads; its path."""
         mine, base = self._adapters, str(Path(self._base).absolute())
-        write_peft(folder / ADAPTER_FOLDER, mine.settings, mine.found, tensors, base=base)
+        write_peft(folder / ADAPTER_FOLDER, mine.settings, mine.found, tensors, base=base, digest=self.saved["base"])
         return folder / ADAPTER_FOLDER
 
     def save(self, folder: Path) -> None:

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 
 from vime.backends.megatron_utils import bootstrap
+from vime.backends.megatron_utils.convert.adapters import adapters_to_hf
 from vime.backends.megatron_utils.convert.folder import HFFolder
 from vime.backends.megatron_utils.convert.ops import Op
 from vime.backends.megatron_utils.convert.registry import model_ops, model_shape
@@ -171,14 +172,13 @@ def megatron_to_hf(source: Path, target: Path, *, hf_folder: Path, shard_bytes: 
     """Write the model in the distributed checkpoint `source` as the Hugging Face folder `target`, a new folder.
 
     `hf_folder` gives config.json and tokenizer files. The tensors keep the dtype in which they are stored. Raises
-    CheckpointError for a checkpoint that is torn or of another model, ResourceError when `target` cannot be written.
+    CheckpointError for a checkpoint that is torn or of another model, ResourceError when `target` cannot be written. A commit of
+    adapters is merged with the model that they stand on.
     """
     _check_new(target)
     if (source / ADAPTER_FOLDER).is_dir():
-        raise CheckpointError(
-            f"{source} holds adapters and no model: {source / ADAPTER_FOLDER} is their PEFT folder, and merged weights are what the run's "
-            "--save-hf wrote."
-        )
+        adapters_to_hf(source, target, hf_folder=hf_folder, shard_bytes=shard_bytes)
+        return
     stored = StoredTensors(source)
     with _skeleton(hf_folder, predicts=any(key.startswith("mtp.") for key in stored.keys)) as (shape, ops, entries):
         _check_same_model(source, hf_folder, entries, stored)

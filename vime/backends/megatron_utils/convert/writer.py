@@ -19,7 +19,7 @@ from vime.backends.megatron_utils.convert.folder import INDEX, SINGLE, HFFolder
 from vime.backends.megatron_utils.convert.shape import ModelShape
 from vime.errors import CheckpointError, ResourceError, VimeError
 
-__all__ = ["DEFAULT_SHARD_BYTES", "HF_FILES", "HFExport", "HFWriter", "copy_small_files", "export_hf", "keep_model_files"]
+__all__ = ["DEFAULT_SHARD_BYTES", "HF_FILES", "HFExport", "HFWriter", "copy_small_files", "export_hf", "keep_model_files", "own_folder"]
 
 DEFAULT_SHARD_BYTES = 5 * 10**9
 ORIGIN = "origin.txt"  # in that folder: the path of the one that was trained
@@ -45,6 +45,12 @@ def keep_model_files(source: Path, checkpoint: Path) -> None:
     """Put a model's small files into a Megatron checkpoint, and where its folder is, so that it can be converted back."""
     copy_small_files(source, checkpoint / HF_FILES)
     (checkpoint / HF_FILES / ORIGIN).write_text(str(source.absolute()), encoding="utf-8")
+
+
+def own_folder(kept: Path) -> Path:
+    """The model's own folder, of which `kept` in a checkpoint was made; another folder is its own."""
+    origin = kept / ORIGIN
+    return Path(origin.read_text(encoding="utf-8")) if origin.is_file() else kept
 
 
 class HFWriter:
@@ -78,8 +84,7 @@ class HFWriter:
         """Take over, unchanged, what the model's folder holds of tensors that are not trained. Raises CheckpointError without it."""
         if not carried:
             return
-        origin = source / ORIGIN
-        folder = Path(origin.read_text(encoding="utf-8")) if origin.is_file() else source
+        folder = own_folder(source)
         if not folder.is_dir():
             raise CheckpointError(
                 f"the tensors {', '.join(carried)} are not trained, so they are in the model's own folder alone, and {folder} is not "

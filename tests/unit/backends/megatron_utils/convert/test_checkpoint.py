@@ -126,12 +126,6 @@ def test_a_torn_checkpoint_is_named(converted: tuple[Path, Path], tmp_path: Path
     assert not (tmp_path / "out").exists()
 
 
-def test_a_commit_of_adapters_is_no_model(converted: tuple[Path, Path], tmp_path: Path) -> None:
-    (tmp_path / "trainer" / "adapter").mkdir(parents=True)
-    with pytest.raises(CheckpointError, match=r"holds adapters and no model: .*trainer/adapter is their PEFT folder"):
-        megatron_to_hf(tmp_path / "trainer", tmp_path / "out", hf_folder=converted[0], shard_bytes=10**9)
-
-
 def test_nothing_is_overwritten(converted: tuple[Path, Path], tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("")
     with pytest.raises(CheckpointError, match="exists and is not empty"):
