@@ -21,8 +21,6 @@ from vime.config.sections import POLICY_ADAPTER, WeightUpdateConfig
 
 __all__ = ["AdapterUpdater"]
 
-SHARED_MEMORY = Path("/dev/shm")  # where the folder stands while engines on this host read it
-
 
 class AdapterUpdater(WeightUpdater):
     """Sends adapters to engines on this host. What it is given as buckets are the factors under Hugging Face names."""
@@ -44,8 +42,7 @@ class AdapterUpdater(WeightUpdater):
     def _transaction(
         self, pool: ThreadPoolExecutor, version: int, buckets: Iterator[Bucket], probe: list[int], expected: list[float]
     ) -> float:
-        where = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
-        with tempfile.TemporaryDirectory(prefix=f"vime_adapter_{self._run_id}_", dir=where) as folder:
+        with tempfile.TemporaryDirectory(prefix=f"vime_adapter_{self._run_id}_") as folder:
             with self._phase("write"):
                 factors = {name: tensor for bucket in buckets for name, tensor in bucket}
                 for name, tensor in factors.items():
