@@ -41,7 +41,6 @@ RENAMED: dict[str, str] = {  # same value, other name
     "--sglang-reasoning-parser": "--vllm-reasoning-parser",
     "--sglang-log-level": "--vllm-uvicorn-log-level",
     "--sglang-enable-eplb": "--vllm-enable-eplb",
-    "--sglang-enable-lora": "--lora-sync adapter",
 }
 
 CHANGED: dict[str, str] = {  # same name, other default or meaning, and why
@@ -84,6 +83,7 @@ _OWN_STATE = "A resumed run reads it from its commit."
 
 GONE: dict[str, str] = {  # why, and what to say instead
     "--offload": "Say --offload-train and --offload-rollout.",
+    "--sglang-enable-lora": "Engines take adapters with --lora-rank and --lora-sync adapter.",
     "--num-gpus-per-node": "Ray says what each node has; --actor-num-gpus-per-node and --rollout-num-gpus say what to take.",
     "--qwen-gdn-backend": "The kernel is chosen by what is installed.",
     "--release-train": "Trainer processes live as long as the run; --offload-train frees their GPU memory.",
