@@ -18,7 +18,7 @@ from typing import Any
 from vime.rollout.vllm_rollout import generate
 from vime.utils.types import Sample
 
-__all__ = ["LATENCIES", "latency", "with_slow_tool", "write_latencies"]
+__all__ = ["LATENCIES", "latency", "share_of_digits", "with_slow_tool", "write_latencies"]
 
 LATENCIES = Path(__file__).parent / "latencies.json"
 COUNT, SPREAD, LONGEST, SEED = 512, 0.9, 9.0, 11
@@ -39,6 +39,12 @@ def _recorded() -> tuple[float, ...]:
 def latency(sample_index: int) -> float:
     """Seconds that the tool takes for this sample."""
     return _recorded()[sample_index % COUNT]
+
+
+async def share_of_digits(args: Any, sample: Sample, **kwargs: Any) -> float:
+    """--custom-rm-path: the share of digits among the response's characters; a model with random weights learns that."""
+    text = sample.response.strip()
+    return sum(letter.isdigit() for letter in text) / len(text) if text else 0.0
 
 
 async def with_slow_tool(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:

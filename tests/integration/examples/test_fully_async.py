@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import statistics
 from pathlib import Path
 
@@ -9,10 +10,11 @@ import pytest
 
 from examples.fully_async.__main__ import flags
 from examples.fully_async.simulate import steps_per_second
-from examples.fully_async.task import LATENCIES, latency, write_latencies
+from examples.fully_async.task import LATENCIES, latency, share_of_digits, write_latencies
 from examples.quickstart.make_assets import AssetSpec, make_assets
 from tests.rules.source import ROOT
 from vime.utils.arguments import parse_args
+from vime.utils.types import Sample
 
 pytestmark = pytest.mark.integration
 
@@ -37,6 +39,11 @@ def test_the_list_of_latencies_is_what_its_function_makes_and_has_a_long_tail(tm
     assert statistics.fmean(seconds) == pytest.approx(1.51, abs=0.01)
     assert max(seconds) == 9.0
     assert latency(512) == latency(0)
+
+
+def test_the_reward_is_the_share_of_digits() -> None:
+    rewards = [asyncio.run(share_of_digits(None, Sample(response=text))) for text in ("12", " 1a\n", "ab", "")]
+    assert rewards == [1.0, 0.5, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
