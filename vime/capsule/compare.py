@@ -41,7 +41,7 @@ class Difference:
     def __str__(self) -> str:
         step = "" if self.item.step is None else f", optimizer step {self.item.step}"
         many = f" ({self.count} of {self.total} differ)" if self.count > 1 else ""
-        amount = "" if self.largest == NEVER else f" by {self.largest:.3g}"
+        amount = "" if self.largest in (0.0, NEVER) else f" by {self.largest:.3g}"
         return f"{self.item.stage}{step}: {self.item.name} differs{amount} at {self.where}{many}"
 
 
@@ -133,7 +133,7 @@ def _row(item: Item, other: Item, i: int, tolerance: float, scales: _Scales) -> 
     else:
         amount = float(apart.max()) if apart.numel() else 0.0
     if not amount:
-        return amount, ", between the values that are kept"
+        return amount, ", in none of the values that are kept"
     place = int(apart.reshape(len(a), -1).amax(-1).argmax())
     if item.digests:
         return amount, f", element {round(place * item.strides[i])}"

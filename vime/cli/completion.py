@@ -18,7 +18,7 @@ from vime.errors import ConfigError
 
 __all__ = ["main"]
 
-_TRAINING = ("train", "plan")  # commands that take the flags of a run
+_TRAINING = ("train", "plan", "replay")  # commands that take the flags of a run
 _WORD = re.compile(r"[\w.:+-]+")
 
 _BASH = """\

@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(f"vime replay takes the capsule's folder first, got '{argv[0]}'. `vime replay --help` shows how it is used.")
     try:
         with tempfile.TemporaryDirectory(prefix="vime-replay-") as folder:
-            return _replay(Path(argv[0]).absolute(), list(argv[1:]), Path(folder))
+            return _replay(argv[0], list(argv[1:]), Path(folder))
     except ConfigError:
         raise  # its exit code is that already
     except (VimeError, OSError) as error:
@@ -45,11 +45,12 @@ def main(argv: Sequence[str]) -> int:
         return CANNOT
 
 
-def _replay(capsule: Path, flags: list[str], folder: Path) -> int:
+def _replay(given: str, flags: list[str], folder: Path) -> int:
     os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     from vime.capsule.compare import compare, stages_in_words
     from vime.capsule.folder import capsule_path, read_capsule
 
+    capsule = Path(given).absolute()
     facts, recorded = read_capsule(capsule)
     config = _config(capsule, facts, flags, folder)
     said = _train(capsule, facts, config, recorded, folder)
@@ -61,7 +62,7 @@ def _replay(capsule: Path, flags: list[str], folder: Path) -> int:
     apart = _apart(facts, mine)
     differences = compare(recorded, replayed, same_layout=not apart, dtype=facts["platform"]["dtype"])
     how = f"{', '.join(apart)}: within rounding" if apart else "the recorded layout: bit for bit"
-    print(f"rollout step {facts['rollout_id']} of {capsule}, recorded by vime {facts['vime']}\n{how}")
+    print(f"rollout step {facts['rollout_id']} of {given}, recorded by vime {facts['vime']}\n{how}")
     for who, failure in (("the recorded step", facts["failure"]), ("the replay", said)):
         if failure is not None:
             print(f"{who} failed: {failure}")

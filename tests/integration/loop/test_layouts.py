@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from whole_runs import Run, metrics
 
+from vime.cli.main import main
+
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 
@@ -34,12 +36,19 @@ def test_tensor_parallel_trainers_feed_two_engines_with_a_reference_model(flags,
     assert abs(steps(tmp_path / "run")[0]["train/kl_loss"]) < 1e-6  # the policy begins as its reference
 
 
-def test_pipeline_trainers_agree_with_their_engine(flags, tmp_path):
+def test_pipeline_trainers_agree_with_their_engine_and_a_recorded_step_comes_out_the_same_again(flags, tmp_path, capsys):
     """The loss, and what the proof compares with, are in the last stage; the weights come from both."""
-    run = Run(flags(actor_num_gpus_per_node=2, pipeline_model_parallel_size=2, num_rollout=2), tmp_path / "out.txt")
+    records = {"capsule_steps": 1, "dump_details": tmp_path / "details"}
+    run = Run(flags(actor_num_gpus_per_node=2, pipeline_model_parallel_size=2, num_rollout=2, **records), tmp_path / "out.txt")
     assert run.wait() == 0, run.output[-3000:]
     run.assert_nothing_left()
     assert_agreement(tmp_path / "run", 2)
+    assert sorted(file.name for file in (tmp_path / "details" / "train_data").iterdir()) == ["0.pt", "1.pt"]
+    assert sorted(file.name for file in (tmp_path / "details" / "rollout_data").iterdir()) == ["0.jsonl", "1.jsonl"]
+    assert main(["replay", str(tmp_path / "run" / "capsules" / "step_0000001")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == "the recorded layout: bit for bit"
+    assert lines[-1] == "the same"
 
 
 @pytest.fixture

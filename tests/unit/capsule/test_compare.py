@@ -120,7 +120,7 @@ def test_a_change_between_the_values_that_are_kept_is_seen_in_the_same_layout() 
         return rows.item("update", "weights", step=0)
 
     (found,) = compare([item(0.0)], [item(1.0)], same_layout=True)
-    assert found.where == "w, between the values that are kept"
+    assert str(found) == "update, optimizer step 0: weights differs at w, in none of the values that are kept"
 
 
 def test_what_the_layout_decides_is_compared_in_the_same_layout_only() -> None:

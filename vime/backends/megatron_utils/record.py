@@ -381,7 +381,9 @@ class StepRecord(StepObserver):
         try:
             partial.mkdir(parents=True, exist_ok=True)
             (partial / CONFIG).write_text(shown(_of_training(self._config)))
-            save_items(partial, [*items_of_samples(samples, EXACT, {PLACE}), *self._items])
+            before = [item for item in self._items if item.stage == "forward"]  # the weights: what all else follows from comes first
+            after = [item for item in self._items if item.stage != "forward"]
+            save_items(partial, [*before, *items_of_samples(samples, EXACT, {PLACE}), *after])
             path = finish_capsule(folder, rollout_id, facts)
         except (OSError, DataError) as error:
             log.warning("no capsule of rollout step %d: %s", rollout_id, error)
