@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vime.capsule.results import STAGES, Item
+from vime.capsule.results import Item
 
 __all__ = ["TOLERANCES", "Difference", "compare", "stages_in_words"]
 
@@ -39,10 +39,9 @@ class Difference:
     total: int
 
     def __str__(self) -> str:
-        step = "" if self.item.step is None else f", optimizer step {self.item.step}"
         many = f" ({self.count} of {self.total} differ)" if self.count > 1 else ""
         amount = "" if self.largest in (0.0, NEVER) else f" by {self.largest:.3g}"
-        return f"{self.item.stage}{step}: {self.item.name} differs{amount} at {self.where}{many}"
+        return f"{_title(self.item)}: {self.item.name} differs{amount} at {self.where}{many}"
 
 
 def compare(recorded: Sequence[Item], replayed: Sequence[Item], *, same_layout: bool, dtype: str = "float32") -> list[Difference]:
@@ -68,12 +67,17 @@ def compare(recorded: Sequence[Item], replayed: Sequence[Item], *, same_layout: 
     return out
 
 
-def stages_in_words(differences: Sequence[Difference]) -> list[str]:
-    """One line a stage: the same, or by what it differs first."""
+def stages_in_words(recorded: Sequence[Item], differences: Sequence[Difference]) -> list[str]:
+    """One line a stage, in the order in which the step goes through them: the same, or by what it differs first."""
     first: dict[str, str] = {}
     for difference in differences:
-        first.setdefault(difference.item.stage, str(difference))
-    return [first.get(stage, f"{stage}: the same") for stage in STAGES]
+        first.setdefault(_title(difference.item), str(difference))
+    titles = dict.fromkeys(_title(item) for item in sorted(recorded, key=lambda item: item.order))
+    return [first.get(title, f"{title}: the same") for title in titles]
+
+
+def _title(item: Item) -> str:
+    return item.stage if item.step is None else f"optimizer step {item.step}, {item.stage}"
 
 
 def _key(item: Item) -> tuple[str, int | None, str]:

@@ -66,7 +66,7 @@ def _replay(given: str, flags: list[str], folder: Path) -> int:
     for who, failure in (("the recorded step", facts["failure"]), ("the replay", said)):
         if failure is not None:
             print(f"{who} failed: {failure}")
-    print("\n".join(stages_in_words(differences)))
+    print("\n".join(stages_in_words(recorded, differences)))
     print(f"first stage that differs: {differences[0].item.stage}" if differences else "the same")
     return DIFFERS if differences else SAME
 

@@ -24,7 +24,8 @@ from vime.rollout.recorded import read_groups
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
 Replayed = Callable[[str], tuple[int, list[str]]]
-SAME = [f"{stage}: the same" for stage in STAGES] + ["the same"]
+STAGES_OF_TWO = [*STAGES[:5], *(f"optimizer step {step}, {stage}" for step in range(2) for stage in STAGES[5:])]
+SAME = [f"{stage}: the same" for stage in STAGES_OF_TWO] + ["the same"]
 SHOWN = re.findall(r"```console\n\$ vime (replay .*?)\n(.*?)```", (ROOT / "docs" / "debugging.md").read_text(encoding="utf-8"), re.DOTALL)
 TP2, PP2 = ["--tensor-model-parallel-size", "2"], ["--pipeline-model-parallel-size", "2"]
 CP2, EP2 = ["--context-parallel-size", "2"], ["--expert-model-parallel-size", "2"]
@@ -83,16 +84,16 @@ def test_a_step_that_failed_fails_in_the_same_way(replayed: Replayed, capsules: 
         ("weight", "forward", rf"forward: weights differs by 0\.0001 at {re.escape(HF_WEIGHT)}, element {ELEMENT}"),
         ("log_prob", "log-prob", rf"log-prob: engine's log-probs differs by \S+e-07 at sample {SAMPLE}, token 2"),
         ("reward", "advantage", rf"advantage: reward differs by 0\.0001 at sample {SAMPLE}"),
-        ("loss", "loss", r"loss, optimizer step 0: metrics differs by \S+ at loss.*"),
-        ("gradient", "gradient", rf"gradient, optimizer step 0: gradients differs by 0\.001 at {re.escape(HF_WEIGHT)}, element {ELEMENT}"),
-        ("moment", "update", rf"update, optimizer step 0: weights differs by \S+ at \S+, element {ELEMENT}"),
-        ("rate", "update", r"update, optimizer step 0: learning rate differs by \S+ at all"),
+        ("loss", "loss", r"optimizer step 0, loss: metrics differs by \S+ at loss.*"),
+        ("gradient", "gradient", rf"optimizer step 0, gradient: gradients differs by 0\.001 at {re.escape(HF_WEIGHT)}, element {ELEMENT}"),
+        ("moment", "update", rf"optimizer step 0, update: weights differs by \S+ at \S+, element {ELEMENT}"),
+        ("rate", "update", r"optimizer step 0, update: learning rate differs by \S+ at all"),
     ],
 )
 def test_one_small_change_is_found_in_its_stage_and_place(replayed: Replayed, name: str, stage: str, line: str) -> None:
     code, lines = replayed(name)
     assert (code, lines[-1]) == (1, f"first stage that differs: {stage}")
-    before = STAGES[: STAGES.index(stage)]
+    before = STAGES_OF_TWO[: STAGES.index(stage)]
     assert lines[2 : 2 + len(before)] == [f"{one}: the same" for one in before]
     assert re.fullmatch(line, lines[2 + len(before)]), lines
 

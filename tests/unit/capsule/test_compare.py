@@ -38,7 +38,10 @@ def recording(**changes: float) -> list[Item]:
 def test_equal_recordings_do_not_differ() -> None:
     for same in (True, False):
         assert compare(recording(), recording(), same_layout=same) == []
-    assert stages_in_words([]) == [f"{stage}: the same" for stage in STAGES]
+    assert stages_in_words(recording(), []) == [
+        *(f"{stage}: the same" for stage in STAGES[:6]),
+        *(f"optimizer step 0, {stage}: the same" for stage in STAGES[6:]),
+    ]
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -48,7 +51,7 @@ def test_one_bit_is_a_difference_of_its_stage_in_the_same_layout(stage: str) -> 
     assert found.item.stage == stage
     assert found.where == ("b, element 3" if stage in ("gradient", "update") else "sample 4, token 1")
     assert 0 < found.largest < 1e-6
-    assert [line for line in stages_in_words([found]) if "differs" in line] == [str(found)]
+    assert [line for line in stages_in_words(recording(), [found]) if "differs" in line] == [str(found)]
 
 
 @pytest.mark.parametrize("stage", [stage for stage in STAGES if TOLERANCES[stage]])
@@ -120,7 +123,7 @@ def test_a_change_between_the_values_that_are_kept_is_seen_in_the_same_layout() 
         return rows.item("update", "weights", step=0)
 
     (found,) = compare([item(0.0)], [item(1.0)], same_layout=True)
-    assert str(found) == "update, optimizer step 0: weights differs at w, in none of the values that are kept"
+    assert str(found) == "optimizer step 0, update: weights differs at w, in none of the values that are kept"
 
 
 def test_what_the_layout_decides_is_compared_in_the_same_layout_only() -> None:
