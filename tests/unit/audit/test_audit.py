@@ -306,3 +306,17 @@ def test_the_document_shows_what_is_printed(run: MiniRun, monkeypatch: pytest.Mo
     shown = re.search(r"```console\n\$ vime audit run\n(.*?)```", (ROOT / "docs" / "ledger.md").read_text(encoding="utf-8"), re.DOTALL)
     assert shown is not None
     assert capsys.readouterr().out == shown[1]
+
+
+def test_samples_that_a_rollout_function_made_itself_are_no_finding(run: MiniRun) -> None:
+    def train_own(source: TrackedSource) -> None:
+        for step in (2, 3):  # the same ids in each step, as a function with a file of its own would have them
+            source.begin_step(step, trained_through=step - 1)
+            source.trained([Sample(index=n, group_index=n // 2) for n in range(1000, 1004)] + [Sample(rollout_id=7)], step)
+            with (run.folder / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps({"step": step, "source": "step", **source.metrics()}) + "\n")
+        run.commit(source, 3)
+
+    run.steps(2, then=train_own)
+    assert run.report.findings == []
+    assert run.report.samples["trained"] == 2 * 6 + 2 * 5
