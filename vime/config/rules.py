@@ -111,6 +111,14 @@ def _engines(config: RunConfig) -> Iterator[str]:
         )
     if addresses and file is not None:
         yield "--vllm-config starts engines, --rollout-external-engine-addrs names some that run already: leave one out."
+    policies = re.findall(r"--policy[ =](\S+)", " ".join(config.router_tokens))
+    if policies[-1:] == ["power_of_two"]:
+        for model in config.models:
+            if model.num_engines < 2:
+                yield (
+                    f"--router-policy power_of_two chooses between two engines, and '{model.name}' has {model.num_engines}: start more, "
+                    "or take another policy."
+                )
     if file is not None and sized:
         yield "--rollout-num-gpus and --vllm-config both say how many engines there are: leave the first out."
 

@@ -52,7 +52,7 @@ def test_workers_come_and_go(engine: EngineServer, router: RouterServer) -> None
     assert EngineControl(router.url, "none").call("POST", "/inference/v1/generate", BODY)["choices"]
 
 
-@pytest.mark.parametrize("policy", ["random", "round_robin", "cache_aware", "power_of_two", "consistent_hash", "sticky_least_loaded"])
+@pytest.mark.parametrize("policy", ["random", "round_robin", "cache_aware", "consistent_hash", "sticky_least_loaded"])
 def test_each_policy_of_the_router_passes_requests_on_and_is_the_one_it_says(engine: EngineServer, tmp_path: Path, policy: str) -> None:
     log = tmp_path / "router.log"
     server = RouterServer([engine.endpoint.url], log_path=log, router_tokens=["--policy", policy])

@@ -109,6 +109,17 @@ def test_both_engines_get_the_weights_and_the_requests(
     assert served == [4, 4]
 
 
+def test_power_of_two_is_the_policy_with_two_engines(trainer: Any, second: Owner, tmp_path: Path) -> None:
+    urls = [trainer.engine.endpoint.url, second.endpoint.url]
+    router = RouterServer(urls, log_path=tmp_path / "r.log", router_tokens=["--policy", "power_of_two"])
+    try:
+        router.wait_ready(60.0)
+        EngineControl(router.url, "none").prompt_log_probs([1, 2, 3])
+        assert router.policy() == "power_of_two"
+    finally:
+        router.stop()
+
+
 def test_a_session_stays_on_one_engine_with_consistent_hash(trainer: Any, second: Owner, tmp_path: Path) -> None:
     engines = [EngineControl.of(endpoint) for endpoint in (trainer.engine.endpoint, second.endpoint)]
     router = RouterServer([engine.url for engine in engines], log_path=tmp_path / "r.log", router_tokens=["--policy", "consistent_hash"])

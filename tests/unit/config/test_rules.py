@@ -98,6 +98,14 @@ def test_each_broken_rule_says_the_cure(valid, values, message):
     assert message in str(error.value)
 
 
+def test_a_policy_that_needs_two_engines_is_refused_with_one(valid):
+    for tokens in (("--policy", "power_of_two"), ("--policy=power_of_two",)):
+        with pytest.raises(ConfigError, match="power_of_two chooses between two engines, and 'actor' has 1"):
+            check_rules(dataclasses.replace(valid, router_tokens=tokens))
+        check_rules(change(dataclasses.replace(valid, router_tokens=tokens), rollout_num_gpus=2))
+    check_rules(dataclasses.replace(valid, router_tokens=("--policy", "power_of_two", "--policy", "random")))
+
+
 def test_an_empty_prompt_file_is_refused(valid, tmp_path):
     (tmp_path / "empty.jsonl").write_text("")
     with pytest.raises(ConfigError, match="is empty"):
