@@ -158,7 +158,7 @@ def test_what_cannot_be_replayed_says_why(capsules: Path, tmp_path: Path, capsys
 
     assert "is no step capsule" in refused(str(tmp_path))
     assert "takes the capsule's folder first" in refused("--eps-clip", "0.1")
-    assert "unknown flag --eps-clop" in refused(str(capsules / "dense_capsules" / STEP), "--eps-clop", "0.1")
+    assert "--eps-clip takes a number" in refused(str(capsules / "dense_capsules" / STEP), "--eps-clip", "high")
     assert "cannot be divided by the model's parallel size 2" in refused(str(capsules / "dense_capsules" / STEP), *TP2)
     torn = tmp_path / "torn"
     shutil.copytree(capsules / "dense_capsules" / STEP, torn)
