@@ -10,4 +10,5 @@ mkdir -p "$out"
 "$python" -m pytest -m gpu tests/gpu -q -p no:cacheprovider || status=$?
 "$python" -m benchmarks.gpu_step --shape 0.6b --budget 16384 --out "$out/gpu_step_0.6b.json" || status=$?
 "$python" -m benchmarks.gpu_step --shape 4b --budget 8192 --out "$out/gpu_step_4b.json" || status=$?
+"$python" -m benchmarks.gpu_sync --shape 4b --out "$out/gpu_sync_4b.json" || status=$?
 exit "$status"

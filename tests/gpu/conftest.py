@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from examples.quickstart.make_assets import _make_tokenizer
 from vime.config import sections as s
 from vime.config.run import RunConfig
 from vime.types import StepPlan, TrainBatch, TrainSample
@@ -43,6 +44,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     model: Any = Qwen3ForCausalLM(Qwen3Config(**SHAPE)).to(torch.bfloat16)
     model.save_pretrained(folder)
+    _make_tokenizer().save_pretrained(folder)  # engines do not start without one
     return folder
 
 

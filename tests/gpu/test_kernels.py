@@ -7,9 +7,11 @@ import torch
 
 from vime.backends.megatron_utils.adam import FusedLayoutAdam
 from vime.backends.megatron_utils.attention import packed_attention_cpu, packed_attention_cuda
-from vime.backends.megatron_utils.fused import rotate
+from vime.backends.megatron_utils.fused import rotate, swiglu
+from vime.backends.megatron_utils.linear import _Accumulated
 from vime.backends.megatron_utils.log_probs import token_log_probs
 from vime.backends.megatron_utils.packed_params import attention_plan
+from vime.backends.megatron_utils.triton_kernels import rms_norm
 
 
 def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -56,6 +58,56 @@ def test_rotary_embedding() -> None:
     assert ours.grad is not None
     assert theirs.grad is not None
     assert relative(ours.grad, theirs.grad) < 4e-3
+
+
+@pytest.mark.parametrize("shape", [(700, 256), (33, 1, 5, 128), (50, 1, 2560)])
+def test_rms_norm(shape: tuple[int, ...]) -> None:
+    """Of a slice of a wider tensor, too, as a layer's keys are."""
+    torch.manual_seed(0)
+    wide = torch.randn(*shape[:-1], shape[-1] + 64).to(torch.bfloat16)
+    x, weight, back = wide[..., 32:-32], torch.rand(shape[-1]).add(0.5).to(torch.bfloat16), torch.randn(shape).to(torch.bfloat16)
+    ours = [wide.cuda()[..., 32:-32].requires_grad_(), weight.cuda().requires_grad_()]
+    theirs = [t.double().requires_grad_() for t in (x, weight)]
+    out = rms_norm(ours[0], ours[1], 1e-6)
+    wanted = torch.nn.functional.rms_norm(theirs[0], shape[-1:], theirs[1], 1e-6)
+    out.backward(back.cuda())
+    wanted.backward(back.double())
+    assert relative(out.detach(), wanted.detach()) < 4e-3
+    for mine, its in zip(ours, theirs, strict=True):
+        assert mine.grad is not None
+        assert its.grad is not None
+        assert relative(mine.grad, its.grad) < 4e-3
+
+
+def test_swiglu() -> None:
+    torch.manual_seed(0)
+    x, back = torch.randn(77, 1, 600).to(torch.bfloat16), torch.randn(77, 1, 300).to(torch.bfloat16)
+    ours, theirs = x.cuda().requires_grad_(), x.double().requires_grad_()
+    out, wanted = swiglu(ours), swiglu(theirs)
+    out.backward(back.cuda())
+    wanted.backward(back.double())
+    assert relative(out.detach(), wanted.detach()) < 4e-3
+    assert ours.grad is not None
+    assert theirs.grad is not None
+    assert relative(ours.grad, theirs.grad) < 4e-3
+
+
+def test_a_linear_layer_adds_its_weights_gradient_up_in_float32() -> None:
+    """Two backward passes into one buffer; nothing is rounded to bfloat16 on the way."""
+    torch.manual_seed(0)
+    x, back = torch.randn(2, 64, 1, 96).to(torch.bfloat16), torch.randn(2, 64, 1, 40).to(torch.bfloat16)
+    weight = torch.nn.Parameter(torch.randn(40, 96).to(torch.bfloat16).cuda())
+    weight.main_grad = torch.zeros(40, 96, device="cuda")  # type: ignore[attr-defined]
+    weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+    grads = []
+    for i in range(2):
+        given = x[i].cuda().requires_grad_()
+        _Accumulated.apply(given, weight).backward(back[i].cuda())
+        grads.append(given.grad)
+    wanted = sum(back[i].flatten(0, 1).double().t() @ x[i].flatten(0, 1).double() for i in range(2))
+    assert weight.grad_added_to_main_grad  # type: ignore[attr-defined]
+    assert relative(weight.main_grad, wanted) < 1e-5  # type: ignore[attr-defined, arg-type]
+    assert relative(grads[0], back[0].double() @ weight.detach().double().cpu()) < 4e-3  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("lengths", [[1, 2, 130], [300, 64, 17, 1, 511]])

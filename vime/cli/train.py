@@ -35,6 +35,7 @@ from vime.ray.engine_group import EngineGroup
 from vime.ray.placement_group import create_placement_groups
 from vime.ray.rollout import RolloutClient
 from vime.ray.supervisor import Supervisor
+from vime.ray.turns import Turns
 from vime.rollout.check import check_prompt_files
 from vime.types import WeightSyncReport
 
@@ -142,18 +143,23 @@ def run_folder(config: RunConfig) -> Path:
 
 
 class _TrainerWithProbe:
-    """The train group, with the run's fixed probe prompt filled in, and the engines told of every weight sync."""
+    """The train group, with the run's fixed probe prompt filled in, the engines told of every weight sync, and turns taken."""
 
-    def __init__(self, group: RayTrainGroup, engines: EngineGroup | None, probe: list[int], run_id: str) -> None:
-        self._group, self._engines, self._probe, self._run_id = group, engines, probe, run_id
+    def __init__(self, group: RayTrainGroup, engines: EngineGroup | None, turns: Turns, probe: list[int], run_id: str) -> None:
+        self._group, self._engines, self._turns, self._probe, self._run_id = group, engines, turns, probe, run_id
         if engines is not None:
             engines.resend_through(lambda receivers: group.resend_weights(receivers, probe, run_id))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._group, name)
 
+    def train(self, batch_refs: list[Any]) -> dict[str, float]:
+        self._turns.trainer()
+        return self._group.train(batch_refs)
+
     def update_weights(self, version: int, engines: list[Any]) -> WeightSyncReport:
-        report = self._group.update_weights(version, engines, self._probe, self._run_id)
+        with self._turns.sync():
+            report = self._group.update_weights(version, engines, self._probe, self._run_id)
         if self._engines is not None:
             self._engines.synced(report, engines)
         return report
@@ -171,7 +177,9 @@ def _parts(config: RunConfig, log_dir: Path, commit: Commit | None) -> Iterator[
         stack.callback(placement.remove)
         rollout = RolloutClient.launch(config, supervisor, placement, log_dir, logs, run_id)
         stack.callback(rollout.shutdown)
-        group = None
+        group = turns = None
+        if config.cluster.colocate:  # an engine measures the GPU's free memory as it starts: the trainer comes after it
+            rollout.ready(own.rollout if own else None)
         if not config.debug.debug_rollout_only:
             if config.data.num_rollout is None:  # the learning-rate schedule needs to know how far it is
                 total = _steps(config, rollout.prompts(own.rollout if own else None), own)[1]
@@ -179,12 +187,15 @@ def _parts(config: RunConfig, log_dir: Path, commit: Commit | None) -> Iterator[
             kind = ActorCriticGroup if ESTIMATORS[config.algorithm.advantage_estimator].critic else RayTrainGroup
             group = kind(config, placement, supervisor, logs)
             stack.callback(group.shutdown)
+            turns = Turns(config, group, rollout.groups[0] if rollout.groups else None)
+            turns.trainer()
             group.start(commit.trainer if commit else None, resume=own is not None)
-        rollout.ready(own.rollout if own else None)
+        if not config.cluster.colocate:
+            rollout.ready(own.rollout if own else None)
         if group is not None:
             group.ready()
         engines = rollout.groups[0] if rollout.groups else None
-        yield rollout, _TrainerWithProbe(group, engines, _probe(config), run_id) if group is not None else None
+        yield rollout, _TrainerWithProbe(group, engines, turns, _probe(config), run_id) if group is not None and turns else None
 
 
 def _same_run(config: RunConfig, commit: Commit) -> bool:

@@ -210,6 +210,16 @@ _UNUSED = (
         why="without --use-dynamic-batch-size and --max-tokens-per-gpu, which set the budget: leave it out, or add those.",
     ),
     _Unused(
+        fields=_names("colocate"),
+        when=lambda c: c.cluster.device == "cpu",
+        why="with --device cpu, whose cores engines and trainers share without it: leave it out.",
+    ),
+    _Unused(
+        fields=_names("offload_train offload_rollout"),
+        when=lambda c: c.cluster.device == "cuda" and not c.cluster.colocate,
+        why="without --colocate, as nobody else wants the memory: leave it out, or add that.",
+    ),
+    _Unused(
         fields=_names("offload_train offload_rollout"),
         when=lambda c: c.cluster.device == "cpu",
         why="without --device cuda: leave it out, or add that.",

@@ -55,6 +55,21 @@ class RunConfig:
         return int(self.megatron.get(name) or 1)
 
     @property
+    def weight_transport(self) -> str:
+        """What --update-weight-transport says; else by where trainer and engines run."""
+        return self.weight_update.update_weight_transport or ("ipc" if self.cluster.colocate else "shm")
+
+    @property
+    def offloads_train(self) -> bool:
+        """The trainer gives its GPU memory back while the engines work."""
+        return self.cluster.colocate if self.cluster.offload_train is None else self.cluster.offload_train
+
+    @property
+    def offloads_rollout(self) -> bool:
+        """The engines give their GPU memory back while the trainer works."""
+        return self.cluster.colocate if self.cluster.offload_rollout is None else self.cluster.offload_rollout
+
+    @property
     def actor_world_size(self) -> int:
         """Trainer processes."""
         return self.cluster.actor_num_nodes * self.cluster.actor_num_gpus_per_node

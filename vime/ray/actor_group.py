@@ -8,7 +8,7 @@ from typing import Any
 import ray
 
 from vime.config import RunConfig
-from vime.ray.placement_group import CPU_SHARE, Placement
+from vime.ray.placement_group import CPU_SHARE, Placement, gpu_share
 from vime.ray.process import watched_actor
 from vime.ray.supervisor import Supervisor
 from vime.ray.train_actor import MegatronTrainRayActor
@@ -50,7 +50,8 @@ class RayTrainGroup:
         self._actors = []
         for rank in range(world):
             log = log_dir / f"{self.NAME}_{rank}.log"
-            options = {"num_cpus": self.CPUS, "scheduling_strategy": placement.trainer(rank), **environment_options(config)}
+            options = {"num_cpus": self.CPUS, "num_gpus": gpu_share(config), "scheduling_strategy": placement.trainer(rank)}
+            options |= environment_options(config)
             actor = actor_class.options(**options).remote(config, rank, world, str(log))
             self._actors.append(actor)
             supervisor.watch(self.names[rank], actor.watch.options(concurrency_group="watch").remote(), log)
@@ -83,6 +84,10 @@ class RayTrainGroup:
     def train(self, batch_refs: list[Any]) -> dict[str, float]:
         """One training step, waited for."""
         return self._get(self.async_train(batch_refs), "train", self._config.cluster.actor_deadline)[0]
+
+    def give_back(self, *, weights: bool) -> None:
+        """Have every rank give GPU memory back until the next step or save; the weights too where `weights`."""
+        self._get([actor.give_back.remote(weights) for actor in self._actors], "give memory back", self._config.cluster.actor_deadline)
 
     def update_weights(self, version: int, engines: list[Any], probe: list[int], run_id: str) -> WeightSyncReport:
         """Send the weights to the engines as `version`; returns rank 0's report, proof included."""

@@ -30,7 +30,7 @@ from vime.config import RunConfig
 from vime.config.served import ServedModel
 from vime.errors import EngineError, VimeError
 from vime.ray.engine_actor import ExternalEngine, VLLMEngine
-from vime.ray.placement_group import CPU_SHARE, Placement
+from vime.ray.placement_group import CPU_SHARE, Placement, gpu_share
 from vime.ray.process import watched_actor
 from vime.ray.supervisor import Supervisor
 from vime.types import WeightSyncReport
@@ -177,7 +177,8 @@ class EngineGroup:
             endpoint = EngineEndpoint(name=name, url=url, secret=os.environ.get(SECRET_ENV, ""))
             actor = watched_actor(ExternalEngine).options(num_cpus=0).remote(config, endpoint, str(log))
         else:
-            options = {"num_cpus": CPU_SHARE, "scheduling_strategy": self._placement.engine(self._first_bundle + index)}
+            where = self._placement.engine(self._first_bundle + index)
+            options = {"num_cpus": CPU_SHARE, "num_gpus": gpu_share(self._config), "scheduling_strategy": where}
             actor = watched_actor(VLLMEngine).options(**options).remote(config, index, name, str(log), self._run_id)
         engine = _Engine(index=index, name=name, actor=actor, pending=None, since=time.monotonic())
         self._supervisor.watch(name, actor.watch.options(concurrency_group="watch").remote(), log)

@@ -117,11 +117,16 @@ class MegatronTrainRayActor(WatchedActor):
             return None
         if self._updater is None:  # kept: it remembers the sync before, which its proof compares with
             step = faults.rollout_health_check_timeout if faults.use_fault_tolerance else None
+            update, transport = self._config.weight_update, self._config.weight_transport
             if alone is None:
-                self._updater = WeightUpdater(self._config.weight_update, run_id=run_id, step_seconds=step)
+                self._updater = WeightUpdater(update, run_id=run_id, step_seconds=step, transport=transport)
             else:
-                self._updater = AdapterUpdater(self._config.weight_update, run_id=run_id, step_seconds=step, write=alone.write)
+                self._updater = AdapterUpdater(update, run_id=run_id, step_seconds=step, write=alone.write)
         return self._updater.update(engines, version, buckets, probe, lambda _tokens: expected)
+
+    def give_back(self, weights: bool) -> None:
+        """Give GPU memory back until the next step or save; the weights too where `weights`."""
+        self.trainer.give_back(weights=weights)
 
     def shutdown(self) -> None:
         """Leave the process group; the actor can be ended after this."""

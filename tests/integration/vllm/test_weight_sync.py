@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from vime.backends.megatron_utils.update_weight.carriers import Carrier, SegmentCarrier
 from vime.backends.megatron_utils.update_weight.sync import WeightUpdater
 from vime.backends.vllm_utils.router import RouterServer
 from vime.backends.weight_transfer.control import EngineControl
@@ -71,33 +72,33 @@ def test_a_request_in_flight_goes_on_under_the_new_version(trainer: Any) -> None
     assert spans[1]["end"] == len(answers[0]["token_ids"]) == 450
 
 
-class FlipOneByte(WeightUpdater):
+class FlipOneByte(SegmentCarrier):
     """A transfer that damages one byte of one tensor."""
 
-    def _fill(self, segment: Segment, specs: list[TensorSpec], data: list[torch.Tensor]) -> list[TensorSpec]:
-        specs = super()._fill(segment, specs, data)
+    def fill(self, segment: Segment, specs: list[TensorSpec], data: list[torch.Tensor]) -> list[TensorSpec]:
+        specs = super().fill(segment, specs, data)
         for spec in specs:
             if spec.name == Q:
                 segment.memory[spec.offset + 100] ^= 1
         return specs
 
 
-class DropOneTensor(WeightUpdater):
+class DropOneTensor(SegmentCarrier):
     """A transfer that loses a tensor."""
 
-    def _fill(self, segment: Segment, specs: list[TensorSpec], data: list[torch.Tensor]) -> list[TensorSpec]:
-        return [spec for spec in super()._fill(segment, specs, data) if spec.name != Q]
+    def fill(self, segment: Segment, specs: list[TensorSpec], data: list[torch.Tensor]) -> list[TensorSpec]:
+        return [spec for spec in super().fill(segment, specs, data) if spec.name != Q]
 
 
-class SwapTwoTensors(WeightUpdater):
+class SwapTwoTensors(SegmentCarrier):
     """A transfer that gives two tensors of one shape to one another's names."""
 
-    def _fill(self, segment: Segment, specs: list[TensorSpec], data: list[torch.Tensor]) -> list[TensorSpec]:
+    def fill(self, segment: Segment, specs: list[TensorSpec], data: list[torch.Tensor]) -> list[TensorSpec]:
         order = {spec.name: number for number, spec in enumerate(specs)}
         first, second = order[Q], order[OTHER_Q]
         data = list(data)
         data[first], data[second] = data[second], data[first]
-        return super()._fill(segment, specs, data)
+        return super().fill(segment, specs, data)
 
 
 @pytest.mark.parametrize(
@@ -108,13 +109,17 @@ class SwapTwoTensors(WeightUpdater):
         (SwapTwoTensors, f"2 tensors with other content: {Q}, {OTHER_Q}"),
     ],
 )
-def test_a_damaged_transfer_is_named_and_nothing_is_served(trainer: Any, fault: type[WeightUpdater], said: str) -> None:
+def test_a_damaged_transfer_is_named_and_nothing_is_served(trainer: Any, fault: type[SegmentCarrier], said: str) -> None:
+    class Damaging(WeightUpdater):
+        def _carrier(self) -> Carrier:
+            return fault("damaging")
+
     trainer.draw(4)
     trainer.send()
     good = str(trainer.version)
     trainer.draw(5)
     with pytest.raises(WeightSyncError, match="stay paused") as caught:
-        trainer.send(fault, bucket_size=100)
+        trainer.send(Damaging, bucket_size=100)
     assert said in str(caught.value)
     control = trainer.engine.control
     assert control.is_paused()
@@ -191,15 +196,20 @@ def test_an_old_keys_and_values_cache_is_not_used_under_new_weights(trainer: Any
 
 KILLED_SENDER = """
 import os, signal, sys, torch
+from vime.backends.megatron_utils.update_weight.carriers import SegmentCarrier
 from vime.backends.megatron_utils.update_weight.sync import WeightUpdater
 from vime.backends.weight_transfer.control import EngineEndpoint
 from vime.config.sections import WeightUpdateConfig
 
-class Killed(WeightUpdater):
-    def _fill(self, segment, specs, data):
+class Carrier(SegmentCarrier):
+    def fill(self, segment, specs, data):
         if sys.argv[3] == "while filling":
             os.kill(os.getpid(), signal.SIGKILL)
-        return super()._fill(segment, specs, data)
+        return super().fill(segment, specs, data)
+
+class Killed(WeightUpdater):
+    def _carrier(self):
+        return Carrier("killed")
 
 def buckets():
     yield [("model.norm.weight", torch.ones(64))]

@@ -25,7 +25,7 @@ SFT = {
 
 ALWAYS = frozenset(  # fields that some part of every run reads, or that the user's own functions and rows decide about
     (
-        "device colocate hf_checkpoint prompt_data input_key label_key metadata_key tool_key multimodal_keys apply_chat_template "
+        "device hf_checkpoint prompt_data input_key label_key metadata_key tool_key multimodal_keys apply_chat_template "
         "apply_chat_template_kwargs bad_row_policy rollout_shuffle rollout_seed num_rollout num_epoch rollout_batch_size "
         "n_samples_per_prompt global_batch_size num_steps_per_rollout use_dynamic_batch_size max_tokens_per_gpu data_source_path "
         "rollout_function_path rollout_max_context_len rollout_max_prompt_len rollout_deadline "
@@ -175,6 +175,7 @@ def test_every_setting_of_the_table_can_be_and_not_be(valid):
         change(valid, loss_type="custom_loss", custom_loss_function_path="a.b", use_stateless_adam=True),
         change(valid, update_weight_transport="disk", update_weight_mode="delta", load_debug_rollout_data="x", dump_details="x"),
         change(valid, capsule_steps=[0]),
+        change(valid, device="cuda", colocate=True),
     ]
     for entry in _UNUSED:
         assert {entry.when(run) for run in runs} == {True, False}, entry
@@ -184,7 +185,7 @@ def test_what_is_not_available_is_named_once_and_without_a_cure_that_is_not_avai
     with pytest.raises(ConfigError) as error:
         check_rules(change(valid, wandb_project="p", colocate=True, device="cuda"))
     problems = error.value.problems
-    assert sorted(problem.split()[0] for problem in problems) == ["--colocate", "--device", "--wandb-project"]
+    assert sorted(problem.split()[0] for problem in problems) == ["--device", "--wandb-project"]
     assert all("is not available yet" in problem for problem in problems)
 
 

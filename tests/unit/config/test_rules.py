@@ -75,7 +75,8 @@ def test_with_adapters_the_reference_needs_no_folder(valid):
         ({"hf_checkpoint": "/nowhere"}, "is not a folder"),
         ({"prompt_data": "/nowhere.jsonl"}, "does not exist"),
         ({"device": "cuda"}, "not available yet"),
-        ({"colocate": True}, "not available yet"),
+        ({"colocate": True}, "--colocate has no effect with --device cpu"),
+        ({"device": "cuda", "offload_train": True}, "--offload-train has no effect without --colocate"),
         ({"rollout_num_gpus": 0}, "starts no engine"),
         ({"rollout_external_engine_addrs": ["8101"]}, "takes host:port, got '8101'"),
         (

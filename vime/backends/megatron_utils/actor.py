@@ -33,6 +33,7 @@ from vime.backends.megatron_utils.lora_run import RunAdapters
 from vime.backends.megatron_utils.loss import loss_from_logits, packed_log_probs
 from vime.backends.megatron_utils.loss_policy import needs_old_log_probs, with_mean_importance
 from vime.backends.megatron_utils.model import build_model, transformer_config
+from vime.backends.megatron_utils.offload import Offload
 from vime.backends.megatron_utils.optimizer import (
     all_moments,
     begin_moments_anew,
@@ -102,6 +103,7 @@ class MegatronTrainer:
         self._start_weights(chunks, filled=with_weights)
         self._model = wrap_data_parallel(args, self._model_config, chunks)
         self._optimizer = build_optimizer(args, self._model_config, self._model)
+        self._offload = Offload(self._model, self._optimizer, self._platform.device)
         self._schedule = build_schedule(args, config.data, self._optimizer)
         self._loss_hooks = load_loss_hooks(config)
         self._own_advantages = optional_hook(config.algorithm.custom_advantage_function_path, "custom_advantage_function_path")
@@ -151,6 +153,7 @@ class MegatronTrainer:
     def _train(self, batch: TrainBatch, values: Sequence[Sequence[torch.Tensor]] | None) -> dict[str, float]:
         seconds: dict[str, float] = defaultdict(float)
         started = time.perf_counter()
+        self._offload.take_back()
         with self._timed(seconds, "data_preprocess"):
             plans = self._packs(batch)
             if values:
@@ -262,6 +265,7 @@ class MegatronTrainer:
 
     def _begin_save(self, path: str, *, background: bool) -> StateWriter:
         with self._watched(f"save {path}"):
+            self._offload.take_back()
             self._settle_parameters()
             if self._config.model.ref_update_interval is not None:
                 with self._as_role("ref"):
@@ -310,6 +314,12 @@ class MegatronTrainer:
         if not exact:
             log.warning("%s was saved at another layout: weights and optimizer are restored, random states start from the seed", path)
 
+    def give_back(self, *, weights: bool) -> None:
+        """Give device memory back until the next step or save: all but the weights, or with `weights` these, too. None on the CPU."""
+        if not self._platform.is_cpu:
+            self._settle_parameters()
+            self._offload.give_back(weights=weights)
+
     def shutdown(self) -> None:
         """Leave the process groups."""
         bootstrap.shutdown()
@@ -351,32 +361,23 @@ class MegatronTrainer:
         if filled:
             self._fill(chunks, str(self._config.model.hf_checkpoint))
         versions = max(2, self._config.rollout.max_weight_staleness + 1)
-        self._weights = HFWeights(parameters_by_name(chunks), self._ops, self._ranks)
+        self._weights = HFWeights(parameters_by_name(chunks), self._ops, Ranks.here())
         if self._config.lora.lora_rank is None:
             self._sent = SentVersions(self._held, count=versions)
             self._freeze(chunks)
         else:
-            self.adapters = RunAdapters(self._config, chunks, self._ops, self._ranks, self._weights)
+            self.adapters = RunAdapters(self._config, chunks, self._ops, Ranks.here(), self._weights)
             self._model_config.adapter_dropout = self._config.lora.lora_dropout  # type: ignore[attr-defined]  # where `forward_logits` looks
             self._sent = SentVersions(HeldWeights(chunks, is_adapter), count=versions)
 
     def _fill(self, chunks: Sequence[torch.nn.Module], folder: str) -> None:
-        load_hf_weights(chunks, folder, self._ops, self._shape, ranks=self._ranks)
+        load_hf_weights(chunks, folder, self._ops, self._shape, ranks=Ranks.here())
 
     def _freeze(self, chunks: Sequence[torch.nn.Module]) -> None:
         """What --only-train-params-name-list and --freeze-params-name-list say."""
         if self._config.training.only_train_params_name_list or self._config.training.freeze_params_name_list:
             names = [op.megatron for op in self._ops]
             freeze(parameters_by_name(chunks), trained_names(names, self._config.training), tied=self._shape.tied)
-
-    @property
-    def _ranks(self) -> Ranks:
-        return Ranks(
-            tensor=parallel_state.get_tensor_model_parallel_rank(),
-            tensor_size=parallel_state.get_tensor_model_parallel_world_size(),
-            expert_tensor=parallel_state.get_expert_tensor_parallel_rank(),
-            expert_tensor_size=parallel_state.get_expert_tensor_parallel_world_size(),
-        )
 
     def _hold_roles(self, chunks: Sequence[torch.nn.Module]) -> HeldWeights:
         """The weights of the reference and the teacher where a flag asks for their log-probs. The model is left with any of them."""

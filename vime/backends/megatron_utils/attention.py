@@ -9,6 +9,7 @@ over all of them at once, since SDPA's blocked kernel is made for long ones.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import math
 from typing import Any
@@ -26,7 +27,7 @@ from vime.backends.megatron_utils.fused import rotate
 from vime.backends.megatron_utils.packed_params import AttentionPlan, PackedParams, Rectangle
 from vime.errors import ConfigError
 
-VARLEN_GROUPS = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters  # of several query heads to a key: torch 2.11 and later
+VARLEN_GROUPS = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters  # later releases want to be told
 SHORT = 64  # tokens of a row up to which the scores are written out
 
 __all__ = ["PackedCoreAttention", "packed_attention_cpu", "packed_attention_cuda", "shard_attention"]
@@ -136,11 +137,32 @@ def _varlen(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: tuple[torch.Tensor, ...], longest: tuple[int, ...], scale: float
 ) -> torch.Tensor:
     """Causal attention of rows of queries to rows of keys, whose ends are the same position."""
-    grouped = query.shape[1] != key.shape[1]
-    if grouped and not VARLEN_GROUPS:
+    if query.shape[1] != key.shape[1] and not _takes_groups(query.device):
         key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for x in (key, value))
-    options = {"enable_gqa": grouped} if VARLEN_GROUPS else {}
+    return _flash(query, key, value, starts, longest, scale)
+
+
+def _flash(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: tuple[torch.Tensor, ...], longest: tuple[int, ...], scale: float
+) -> torch.Tensor:
+    options = {"enable_gqa": query.shape[1] != key.shape[1]} if VARLEN_GROUPS else {}
     return varlen.varlen_attn(query, key, value, *starts, *longest, scale=scale, window_size=(-1, 0), **options)
+
+
+@functools.cache
+def _takes_groups(device: torch.device) -> bool:
+    """torch's kernel takes several query heads to a key, forward and backward: asked by a small example, for no release says so."""
+    q, k, v = (torch.randn(8, heads, 64, device=device, dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2))
+    starts = torch.tensor([0, 3, 8], dtype=torch.int32, device=device)
+    try:
+        with torch.enable_grad():
+            whole = _flash(q, k.repeat_interleave(2, dim=1), v.repeat_interleave(2, dim=1), (starts, starts), (5, 5), 0.125)
+            outs = [whole, _flash(q, k, v, (starts, starts), (5, 5), 0.125)]
+            grads = [torch.autograd.grad(out.float().square().sum(), (q, k, v)) for out in outs]
+    except (RuntimeError, ValueError):
+        return False
+    pairs = zip([outs[0], *grads[0]], [outs[1], *grads[1]], strict=True)
+    return all(a.shape == b.shape and float((a - b).float().norm()) < 0.02 * float(a.float().norm()) for a, b in pairs)
 
 
 def shard_attention(

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["log_prob_grads", "log_prob_sums", "turn"]
+__all__ = ["log_prob_grads", "log_prob_sums", "swiglu", "turn"]
 
 
 @functools.cache
@@ -40,6 +40,13 @@ def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: float) -> 
     x1, x2 = x.float().chunk(2, dim=-1)
     c = cos[..., : cos.shape[-1] // 2]
     return torch.cat([x1 * c - x2 * (sin * sign), x2 * c + x1 * (sin * sign)], dim=-1).to(x.dtype)
+
+
+@_kernel
+def swiglu(x: torch.Tensor) -> torch.Tensor:
+    """silu(a) * b with a, b the halves of x [..., 2 F], computed in float32 -> [..., F] in x's dtype."""
+    gate, up = x.float().chunk(2, dim=-1)
+    return (torch.nn.functional.silu(gate) * up).to(x.dtype)
 
 
 @_kernel

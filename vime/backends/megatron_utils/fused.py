@@ -1,6 +1,6 @@
 """RMSNorm, SwiGLU and rotary embedding for the CPU, with backward passes written out: fewer passes over memory than the
-chains of operations that autograd would differentiate. The numbers are theirs up to rounding. On a CUDA device the rotary
-embedding is a compiled kernel (`compiled.turn`)."""
+chains of operations that autograd would differentiate. The numbers are theirs up to rounding. On a CUDA device
+each is a kernel (`compiled`, `triton_kernels`)."""
 
 from __future__ import annotations
 
@@ -55,6 +55,8 @@ class _SwiGlu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x)
+        if x.is_cuda:
+            return compiled.swiglu(x)
         gate, up = x.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
@@ -62,6 +64,10 @@ class _SwiGlu(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         (x,) = ctx.saved_tensors
+        if x.is_cuda:
+            from vime.backends.megatron_utils import triton_kernels  # loaded where there is a device for it
+
+            return triton_kernels.swiglu_grad(grad, x)
         gate, up = x.chunk(2, dim=-1)
         out = torch.empty_like(x)
         of_gate, of_up = out.chunk(2, dim=-1)

@@ -31,13 +31,13 @@ __all__ = ["GatedMLP", "LastLayer", "attention_layer", "layer_spec"]
 
 
 class GatedMLP(MLP):
-    """Megatron's MLP with SwiGLU in fewer passes over memory, for the CPU."""
+    """Megatron's MLP with SwiGLU in fewer passes over memory."""
 
     def forward(
         self, hidden_states: torch.Tensor, per_token_scale: torch.Tensor | None = None, **unused: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """[T, 1, H] -> ([T, 1, H], None)."""
-        if hidden_states.device.type != "cpu" or per_token_scale is not None or self.config.activation_func_clamp_value is not None:
+        if per_token_scale is not None or self.config.activation_func_clamp_value is not None:
             return super().forward(hidden_states, per_token_scale, **unused)
         inner, _ = self.linear_fc1(hidden_states)
         return self.linear_fc2(swiglu(inner))

@@ -38,4 +38,8 @@ class RMSNorm(torch.nn.Module):
         """[..., hidden_size] -> the same shape and dtype."""
         if x.device.type == "cpu" and x.dtype == torch.float32:
             return rms_norm(x, self.scale(), self.eps)
+        if x.is_cuda:
+            from vime.backends.megatron_utils import triton_kernels  # loaded where there is a device for it
+
+            return triton_kernels.rms_norm(x, self.scale(), self.eps)
         return torch.nn.functional.rms_norm(x, self.weight.shape, self.scale(), self.eps)

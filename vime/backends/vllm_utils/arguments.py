@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
+import importlib
 import importlib.util
 import json
 import os
@@ -52,7 +53,7 @@ OWNED_VLLM = {
     "--tensor-parallel-size": "--rollout-num-gpus-per-engine",
     "--api-server-count": "nothing: one server an engine, which the weight sync talks to",
     "--max-model-len": "--rollout-max-context-len",
-    "--dtype": "nothing: on the CPU engines compute in float32, as the trainer does",
+    "--dtype": "nothing: engines compute in what the trainer does, float32 on the CPU and bfloat16 on GPUs",
     "--seed": "--rollout-seed",
     "--logprobs-mode": "nothing: the trainer needs log-probs of the distribution that is sampled from",
     "--generation-config": "--rollout-temperature, --rollout-top-p, --rollout-top-k",
@@ -61,6 +62,7 @@ OWNED_VLLM = {
     "--worker-cls": "nothing: the weight sync brings its own",
     "--worker-extension-cls": "nothing: the weight sync brings its own",
     "--enable-scale-out": "nothing: it is always on",
+    "--enable-sleep-mode": "--offload-rollout",
     "--tokens-only": "nothing: the engines are asked with token ids",
     "--config": "vime's own --config, whose table 'vllm' holds engine flags",
     "--headless": "nothing: an engine without its server cannot be asked",
@@ -76,7 +78,8 @@ NOT_YET_VLLM = frozenset(  # an engine is one tensor-parallel group on one host 
     "external-lb --distributed-executor-backend --nnodes --node-rank --master-addr --master-port".split()
 )
 OVERRIDABLE_VLLM = frozenset(  # set by us, too, as a default: the user's word comes later on the command line and wins
-    "--middleware --uvicorn-log-level --kv-cache-memory-bytes --enforce-eager --enable-prefix-caching --max-num-seqs".split()
+    "--middleware --uvicorn-log-level --kv-cache-memory-bytes --enforce-eager --enable-prefix-caching --max-num-seqs "
+    "--gpu-memory-utilization".split()
 )
 OWNED_ROUTER = {
     "--host": "nothing: the router listens on loopback",
@@ -199,10 +202,12 @@ def _silence() -> Iterator[None]:
 
 
 def _vllm_parser() -> argparse.ArgumentParser:
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    return make_arg_parser(FlexibleArgumentParser(prog="vllm"))
+    newer = importlib.util.find_spec("vllm.entrypoints.launchers") is not None
+    arguments = importlib.import_module("vllm.entrypoints.launchers.cli_args" if newer else "vllm.entrypoints.openai.cli_args")
+    parser: argparse.ArgumentParser = arguments.make_arg_parser(FlexibleArgumentParser(prog="vllm"))
+    return parser
 
 
 def _router_parser() -> argparse.ArgumentParser:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from vime.backends.vllm_utils.plugin import SHM_TRANSPORT
+from vime.backends.vllm_utils.plugin import BACKENDS
 from vime.backends.vllm_utils.router import DEFAULT_POLICY, RouterClient
 from vime.backends.weight_transfer.control import EngineControl, EngineEndpoint
 from vime.config import RunConfig
@@ -262,7 +262,9 @@ def _expectations(config: RunConfig) -> dict[str, _Expected]:
         "generation_config": _Expected(
             value="vllm", source="the sampling flags are to decide alone:", cure="Leave --vllm-generation-config out."
         ),
-        "transport": _Expected(value=SHM_TRANSPORT, source="the trainer sends over", cure="Leave --vllm-weight-transfer-config out."),
+        "transport": _Expected(
+            value=BACKENDS[config.weight_transport], source="the trainer sends over", cure="Leave --vllm-weight-transfer-config out."
+        ),
     }
     if config.engine.rollout_external_engine_addrs:  # they may have served a run before: the first sync makes them this run's
         del wanted["weight_version"], wanted["paused"]
@@ -271,9 +273,9 @@ def _expectations(config: RunConfig) -> dict[str, _Expected]:
         cure = "Start it with that --max-model-len."
         wanted["max_model_len"] = _Expected(value=length, source="--rollout-max-context-len is", cure=cure)
     given = _token(config.vllm_tokens, "--dtype")
-    dtype = _DTYPES.get(given, given) if given else ("float32" if config.cluster.device == "cpu" else None)
+    dtype = _DTYPES.get(given, given) if given else ("float32" if config.cluster.device == "cpu" else "bfloat16")
     if dtype is not None:
-        source = "--vllm-dtype is" if given else "--device cpu computes in"
+        source = "--vllm-dtype is" if given else f"--device {config.cluster.device} computes in"
         wanted["dtype"] = _Expected(value=dtype, source=source, cure=f"Start it with --dtype {dtype}.")
     return wanted
 

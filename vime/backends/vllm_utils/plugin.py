@@ -8,9 +8,10 @@ import signal
 
 from vime.backends.vllm_utils.control_guard import SECRET_ENV
 
-__all__ = ["SHM_TRANSPORT", "register"]
+__all__ = ["BACKENDS", "register"]
 
-SHM_TRANSPORT = "shm"
+BACKENDS = {"shm": "shm", "ipc": "vime_ipc"}  # --update-weight-transport -> its name in vLLM, which has an "ipc" of its own
+_ENGINES = {"shm": "ShmWeightTransferEngine", "ipc": "IpcWeightTransferEngine"}
 _PR_SET_PDEATHSIG = 1
 
 
@@ -24,6 +25,7 @@ def register() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory  # heavy: only when vLLM itself calls
 
-    if SHM_TRANSPORT not in WeightTransferEngineFactory._registry:
-        module = "vime.backends.vllm_utils.shm_transport"
-        WeightTransferEngineFactory.register_engine(SHM_TRANSPORT, module, "ShmWeightTransferEngine")
+    for transport, name in BACKENDS.items():
+        if name not in WeightTransferEngineFactory._registry:
+            module = f"vime.backends.vllm_utils.{transport}_transport"
+            WeightTransferEngineFactory.register_engine(name, module, _ENGINES[transport])

@@ -11,8 +11,9 @@ from pathlib import Path
 
 from vime.backends.vllm_utils.control_guard import ADAPTER_ENV, SECRET_ENV
 from vime.backends.vllm_utils.handshake import SERVED_NAME, greet_engine
-from vime.backends.vllm_utils.plugin import SHM_TRANSPORT
+from vime.backends.vllm_utils.plugin import BACKENDS
 from vime.backends.vllm_utils.process import LOOPBACK, PortClaim, ServerProcess, new_secret
+from vime.backends.vllm_utils.translation import has_scale_out_flag, needs_translation
 from vime.backends.weight_transfer.control import EngineControl, EngineEndpoint
 from vime.backends.weight_transfer.segment import remove_stale_segments
 from vime.config import RunConfig
@@ -25,6 +26,7 @@ _MODULE = "vllm.entrypoints.openai.api_server"
 _PLUGIN = "vime_weight_transfer"  # our entry point's name in the group vllm.general_plugins
 _COMPILE_FLAGS = ("--no-enforce-eager", "--compilation-config", "--optimization-level")
 _CPU_KV_CACHE_BYTES = 2**30  # --vllm-kv-cache-memory-bytes overrides it
+_SHARED_GPU = 0.4  # of a GPU's memory, for an engine that shares it with a trainer; --vllm-gpu-memory-utilization overrides it
 _WARM_UP = [1, 2, 3]  # token ids of the request that every engine answers before it is called healthy
 
 
@@ -45,7 +47,7 @@ def engine_command(config: RunConfig, *, port: int) -> list[str]:
         "--served-model-name": SERVED_NAME,
         "--tensor-parallel-size": str(config.cluster.rollout_num_gpus_per_engine),
         "--seed": str(config.data.rollout_seed),
-        "--weight-transfer-config": json.dumps({"backend": SHM_TRANSPORT}),
+        "--weight-transfer-config": json.dumps({"backend": BACKENDS[config.weight_transport]}),
         "--worker-extension-cls": "vime.backends.vllm_utils.worker_extension.WorkerExtension",
         "--middleware": "vime.backends.vllm_utils.control_guard.ControlGuard",
         "--logprobs-mode": "processed_logprobs",  # of the distribution that is sampled from, temperature included
@@ -56,7 +58,7 @@ def engine_command(config: RunConfig, *, port: int) -> list[str]:
         flags["--max-model-len"] = str(config.rollout.rollout_max_context_len)
     if config.rollout.rollout_top_k > 0:
         flags["--max-logprobs"] = str(max(config.rollout.rollout_top_k, 20))  # of a token: what it was chosen from
-    switches = ["--enable-scale-out"]
+    switches = ["--enable-scale-out"] if has_scale_out_flag() else []
     if config.algorithm.use_rollout_routing_replay:
         switches.append("--enable-return-routed-experts")
     if config.lora.adapters_are_synced:
@@ -64,6 +66,12 @@ def engine_command(config: RunConfig, *, port: int) -> list[str]:
         flags |= {"--max-lora-rank": str(next(r for r in ENGINE_LORA_RANKS if r >= config.lora.lora_rank))}
         flags |= {"--max-loras": "1", "--max-cpu-loras": "1"}
         switches.append("--enable-lora")
+    if not cpu:
+        flags["--dtype"] = "bfloat16"
+        if config.cluster.colocate:
+            flags["--gpu-memory-utilization"] = str(_SHARED_GPU)
+        if config.offloads_rollout:
+            switches.append("--enable-sleep-mode")
     if cpu:
         flags["--dtype"] = "float32"
         if not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):  # vLLM lets this variable override the flag
@@ -74,6 +82,8 @@ def engine_command(config: RunConfig, *, port: int) -> list[str]:
         if cpu:
             flags["--max-num-seqs"] = "1"
     words = [word for pair in flags.items() for word in pair]
+    if needs_translation():  # before the guard, which then stands around it: the last one is the outermost
+        words = ["--middleware", "vime.backends.vllm_utils.translation.Translation", *words]
     return [sys.executable, "-m", _MODULE, *words, *switches, *config.vllm_tokens]
 
 
@@ -98,6 +108,8 @@ def engine_environment(config: RunConfig, *, secret: str) -> dict[str, str]:
         env.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         if not any(token.startswith(_COMPILE_FLAGS) for token in config.vllm_tokens):
             env["TORCH_COMPILE_DISABLE"] = "1"  # one sampling helper would be compiled at the first request: 15 s
+    else:
+        env.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # it gives no log-probs of what top-k and top-p leave
     if config.algorithm.use_rollout_routing_replay:
         env["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the one that returns routing
     if not runs_on_cpu(config) and config.engine.vllm_enable_deterministic_inference:

@@ -7,6 +7,7 @@ class does are wrong for CPU workers and are done otherwise here: see `update_we
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,11 +74,14 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         shared = torch.frombuffer(self._attached(update_info.segment).memory, dtype=torch.uint8, count=update_info.num_bytes)
         bucket = shared.clone()
         del shared
-        weights = []
-        for spec in update_info.tensors:
-            raw = bucket[spec["offset"] : spec["offset"] + spec["num_bytes"]]
-            self._received[spec["name"]] = [spec["dtype"], spec["shape"], digest_bytes(raw)]
-            weights.append((spec["name"], raw.view(getattr(torch, spec["dtype"])).view(spec["shape"])))
+        self._load(bucket, update_info.tensors, lambda parts: [digest_bytes(part) for part in parts])
+
+    def _load(self, bucket: torch.Tensor, specs: list[dict[str, Any]], digests: Callable[[list[torch.Tensor]], list[str]]) -> None:
+        parts = [bucket[spec["offset"] : spec["offset"] + spec["num_bytes"]] for spec in specs]
+        for spec, digest in zip(specs, digests(parts), strict=True):
+            self._received[spec["name"]] = [spec["dtype"], spec["shape"], digest]
+        named = zip(specs, parts, strict=True)
+        weights = [(spec["name"], part.view(getattr(torch, spec["dtype"])).view(spec["shape"])) for spec, part in named]
         loaded = self.model.load_weights(weights)
         self._unloaded = set() if loaded is None else self._unloaded - loaded  # None: this model's loader does not say
 
@@ -86,6 +90,11 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         finalize_layerwise_reload(self.model, self.model_config)
         self._redispatch_packed_layers()
         self._detach()
+
+    @staticmethod
+    def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
+        """vLLM up to 0.26 wants one; the trainer sends by itself (`update_weight.carriers`)."""
+        raise NotImplementedError("vime's trainer sends weights by its own WeightUpdater.")
 
     def shutdown(self) -> None:
         """Unmap what is still mapped."""

@@ -88,7 +88,7 @@ class WeightUpdateConfig:
         "Shared memory, CUDA IPC, NCCL or a shared folder; default: by where trainer and engines run.",
         type=str,
         choices=("shm", "ipc", "nccl", "disk"),
-        not_yet=SYNC,
+        choices_not_yet=("ipc", "nccl", "disk"),
     )
     update_weight_disk_dir: str | None = opt(None, "Shared folder of --update-weight-transport disk.", type=str, path="new", not_yet=SYNC)
     update_weight_disk_keep_files: bool = opt(False, "Leave the versions in that folder.", not_yet=SYNC)

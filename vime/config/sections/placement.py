@@ -9,8 +9,6 @@ from vime.config.fields import opt
 
 __all__ = ["ClusterConfig", "EngineConfig", "FaultToleranceConfig", "RouterConfig"]
 
-TURNS = "on the CPU trainer and engines share the cores and nothing is moved. Leave it out."
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterConfig:
@@ -27,15 +25,10 @@ class ClusterConfig:
     )
     colocate: bool = opt(
         False,
-        "Trainer and engines share the same devices and take turns.",
-        not_yet="it is for GPUs. On the CPU, engines and trainers share the cores without it.",
+        "Trainer and engines share the same GPUs and take turns.",
     )
-    offload_train: bool | None = opt(
-        None, "Trainer frees its GPU memory during rollout; default: with --colocate.", type=bool, not_yet=TURNS
-    )
-    offload_rollout: bool | None = opt(
-        None, "Engines free their GPU memory during training; default: with --colocate.", type=bool, not_yet=TURNS
-    )
+    offload_train: bool | None = opt(None, "Trainer frees its GPU memory during rollout; default: with --colocate.", type=bool)
+    offload_rollout: bool | None = opt(None, "Engines free their GPU memory during training; default: with --colocate.", type=bool)
     train_env_vars: dict[str, Any] = opt({}, "JSON object of environment variables for the trainer processes, over what they inherit.")
     actor_deadline: float = opt(600.0, "Seconds a trainer call may take before the run ends with an error.", gt=0)
 

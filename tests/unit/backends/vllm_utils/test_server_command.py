@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from vime.backends.vllm_utils import arguments
@@ -51,7 +53,8 @@ def test_each_flag_that_we_pass_is_refused_from_the_user_or_said_to_be_a_default
         engine=s.EngineConfig(vllm_enable_deterministic_inference=True),
         lora=s.LoraConfig(lora_rank=4, lora_sync="adapter"),
     )
-    engine = flags_of(engine_command(everything, port=1))
+    shared = replace(everything, cluster=s.ClusterConfig(device="cuda", colocate=True))
+    engine = flags_of(engine_command(everything, port=1)) | flags_of(engine_command(shared, port=1))
     assert engine - set(arguments.OWNED_VLLM) == arguments.OVERRIDABLE_VLLM
     router = flags_of(router_command(["http://127.0.0.1:1"], port=1, metrics_port=2, router_tokens=()))
     assert router - set(arguments.OWNED_ROUTER) == arguments.OVERRIDABLE_ROUTER
@@ -104,3 +107,16 @@ def test_the_variable_that_overrides_vllms_cache_flag_is_the_users_alone(monkeyp
 def test_a_list_of_allowed_plugins_is_given_ours_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_PLUGINS", "lora")
     assert engine_environment(RunConfig(cluster=CPU, model=MODEL), secret="x" * 32)["VLLM_PLUGINS"] == "lora,vime_weight_transfer"
+
+
+def test_an_engine_on_a_gpu_computes_as_the_trainer_does_and_shares_when_colocated() -> None:
+    alone = engine_command(RunConfig(cluster=s.ClusterConfig(device="cuda"), model=MODEL), port=1)
+    assert value(alone, "--dtype") == "bfloat16"
+    assert value(alone, "--weight-transfer-config") == '{"backend": "shm"}'
+    assert not {"--enforce-eager", "--enable-sleep-mode", "--gpu-memory-utilization"} & set(alone)
+    cluster = s.ClusterConfig(device="cuda", colocate=True)
+    shared = engine_command(RunConfig(cluster=cluster, model=MODEL), port=1)
+    assert value(shared, "--weight-transfer-config") == '{"backend": "vime_ipc"}'
+    assert {"--enable-sleep-mode", "--gpu-memory-utilization"} <= set(shared)
+    awake = engine_command(RunConfig(cluster=replace(cluster, offload_rollout=False), model=MODEL), port=1)
+    assert "--enable-sleep-mode" not in awake

@@ -41,6 +41,18 @@ class Ranks:
     expert_tensor: int = 0
     expert_tensor_size: int = 1
 
+    @classmethod
+    def here(cls) -> Ranks:
+        """This process's, once Megatron's parallel groups are there."""
+        from megatron.core import parallel_state
+
+        return cls(
+            tensor=parallel_state.get_tensor_model_parallel_rank(),
+            tensor_size=parallel_state.get_tensor_model_parallel_world_size(),
+            expert_tensor=parallel_state.get_expert_tensor_parallel_rank(),
+            expert_tensor_size=parallel_state.get_expert_tensor_parallel_world_size(),
+        )
+
     def of(self, op: Op) -> tuple[int, int]:
         """(which, of how many)."""
         return (self.expert_tensor, self.expert_tensor_size) if op.is_expert else (self.tensor, self.tensor_size)

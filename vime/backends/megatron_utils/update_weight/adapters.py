@@ -15,7 +15,8 @@ from pathlib import Path
 
 import torch
 
-from vime.backends.megatron_utils.update_weight.sync import Bucket, WeightUpdater, dtype_name
+from vime.backends.megatron_utils.update_weight.carriers import Bucket, dtype_name
+from vime.backends.megatron_utils.update_weight.sync import WeightUpdater
 from vime.backends.weight_transfer.digest import as_bytes, digest_bytes
 from vime.config.sections import POLICY_ADAPTER, WeightUpdateConfig
 

@@ -18,17 +18,15 @@ from typing import Any
 
 import torch
 
+from vime.backends.megatron_utils.update_weight.carriers import Bucket, Carrier, carrier_of
 from vime.backends.megatron_utils.update_weight.compare import Sent, describe, differences
 from vime.backends.weight_transfer.control import EngineControl, EngineEndpoint
-from vime.backends.weight_transfer.digest import as_bytes, digest_bytes
-from vime.backends.weight_transfer.segment import Segment, TensorSpec, layout, remove_stale_segments
+from vime.backends.weight_transfer.segment import remove_stale_segments
 from vime.config.sections import WeightUpdateConfig
 from vime.errors import DeadlineError, EngineError, PeerError, WeightSyncError
 from vime.types import WeightSyncReport
 
-__all__ = ["Bucket", "WeightUpdater", "dtype_name"]
-
-Bucket = list[tuple[str, torch.Tensor]]
+__all__ = ["WeightUpdater"]
 
 _TOLERANCE = {torch.float32: 1e-4}  # largest |log-prob of trainer - engine| on the probe, by the weights' dtype
 _LOW_PRECISION_TOLERANCE = 0.1
@@ -44,14 +42,16 @@ class WeightUpdater:
 
     model: str | None = None  # whom the proof asks; None: the model itself
 
-    def __init__(self, config: WeightUpdateConfig, *, run_id: str, step_seconds: float | None = None) -> None:
+    def __init__(self, config: WeightUpdateConfig, *, run_id: str, step_seconds: float | None = None, transport: str = "shm") -> None:
         """`run_id` is part of the shared-memory segments' names. Segments that dead trainers left are removed here.
+
+        `transport`: a name that `carriers` has.
 
         `step_seconds`: how long an engine may take over one step before it is left behind; None: any failure ends the sync.
         """
         self._engines: list[EngineControl] = []  # those that are still in the present sync
         self._lost: dict[str, str] = {}
-        self._config, self._run_id, self._step_seconds = config, run_id, step_seconds
+        self._config, self._run_id, self._step_seconds, self._transport = config, run_id, step_seconds, transport
         self._deadline = math.inf
         self._sent: dict[str, Sent] = {}
         self._bytes = 0
@@ -130,32 +130,20 @@ class WeightUpdater:
             engine.start_weight_update(self._left())
 
     def _transfer(self, pool: ThreadPoolExecutor, buckets: Iterator[Bucket]) -> None:
-        with contextlib.ExitStack() as stack:
-            segment: Segment | None = None
+        with contextlib.closing(self._carrier()) as carrier:
             for bucket in buckets:
                 if not bucket or not self._engines:  # with no engine left: the other ranks wait for us to take every bucket
                     continue
-                raw = [(name, tensor, as_bytes(tensor)) for name, tensor in bucket]
-                for name, tensor, data in raw:
-                    if name in self._sent:
-                        raise WeightSyncError(f"The trainer sent the tensor '{name}' twice in one update.")
-                    self._sent[name] = (dtype_name(tensor), list(tensor.shape), digest_bytes(data))
-                    self._bytes += data.numel()
-                specs, size = layout([(name, dtype_name(tensor), tuple(tensor.shape), data.numel()) for name, tensor, data in raw])
-                if segment is None or segment.num_bytes < size:
-                    segment = Segment.create(self._run_id, size)
-                    stack.callback(segment.close)
-                specs = self._fill(segment, specs, [data for _, _, data in raw])
-                info = {"segment": segment.name, "num_bytes": size, "tensors": [spec.to_wire() for spec in specs]}
-                self._all(pool, lambda engine, info=info: engine.update_weights(info, self._left()))  # type: ignore[misc]
-                segment.unlink()  # every engine has mapped it: from here on nothing of it can be left behind
+                carried = carrier.put(bucket)
+                for name in carried.sent.keys() & self._sent.keys():
+                    raise WeightSyncError(f"The trainer sent the tensor '{name}' twice in one update.")
+                self._sent |= carried.sent
+                self._bytes += carried.num_bytes
+                self._all(pool, lambda engine, info=carried.info: engine.update_weights(info, self._left()))  # type: ignore[misc]
+                carrier.delivered()
 
-    def _fill(self, segment: Segment, specs: list[TensorSpec], data: list[torch.Tensor]) -> list[TensorSpec]:
-        """Copy the tensors' bytes into the segment; returns where the engines find them."""
-        shared = torch.frombuffer(segment.memory, dtype=torch.uint8)
-        for spec, source in zip(specs, data, strict=True):
-            shared[spec.offset : spec.offset + spec.num_bytes].copy_(source)
-        return specs
+    def _carrier(self) -> Carrier:
+        return carrier_of(self._transport, self._run_id)
 
     def _compare(self, pool: ThreadPoolExecutor) -> None:
         """Every worker of every engine received exactly what was sent, and every parameter of its model was loaded."""
@@ -270,8 +258,3 @@ class WeightUpdater:
         begun = time.monotonic()
         yield
         self._phases[name] = time.monotonic() - begun
-
-
-def dtype_name(tensor: torch.Tensor) -> str:
-    """Its dtype's name, as it travels: "float32"."""
-    return str(tensor.dtype).removeprefix("torch.")
