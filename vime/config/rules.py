@@ -83,6 +83,8 @@ def _adapters(config: RunConfig) -> Iterator[str]:
         )
     if config.lora.adapters_are_synced and config.lora.lora_rank > ENGINE_LORA_RANKS[-1]:
         yield f"--lora-rank {config.lora.lora_rank} with --lora-sync adapter: engines take adapters up to rank {ENGINE_LORA_RANKS[-1]}."
+    if config.lora.adapters_are_synced and config.weight_update.update_weight_in_flight:
+        yield "--update-weight-in-flight with --lora-sync adapter is not available: a request keeps its adapter. Use --lora-sync merged."
     if config.model.ref_update_interval is not None:
         yield "--ref-update-interval with --lora-rank is not available yet: the reference is the model without its adapters. Leave it out."
 

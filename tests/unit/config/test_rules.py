@@ -49,6 +49,10 @@ def test_with_adapters_the_reference_needs_no_folder(valid):
         ({"use_kl_loss": True, "kl_loss_coef": 0.1}, "--use-kl-loss needs --ref-load"),
         ({"kl_loss_coef": 0.1}, "go together"),
         ({"lora_rank": 8, "freeze_params_name_list": ["mlp"]}, "--lora-rank freezes the whole model"),
+        (
+            {"lora_rank": 8, "lora_sync": "adapter", "update_weight_in_flight": True, "max_weight_staleness": 1},
+            "--update-weight-in-flight with --lora-sync adapter is not available",
+        ),
         ({"lora_rank": 600, "lora_sync": "adapter"}, "engines take adapters up to rank 512"),
         (
             {"lora_rank": 8, "use_kl_loss": True, "kl_loss_coef": 0.1, "ref_update_interval": 2},

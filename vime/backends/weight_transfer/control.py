@@ -121,9 +121,18 @@ class EngineControl:
         self.call("POST", "/finish_weight_update", body, seconds=seconds, repeat=False)
 
     def load_adapter(self, name: str, folder: str, seconds: float | None = None) -> None:
-        """Load the PEFT folder as the adapter `name`, in place of one that has that name."""
-        body = {"lora_name": name, "lora_path": folder, "load_inplace": True}
-        self.call("POST", "/v1/load_lora_adapter", body, seconds=seconds, repeat=False)
+        """Load the PEFT folder as the adapter `name`, after one that has that name is unloaded.
+
+        vLLM's own replacement in place would read the folder again for each batch. Requests that are in flight keep the old one, so
+        there must be none.
+        """
+        if name in self.models(seconds):
+            self.call("POST", "/v1/unload_lora_adapter", {"lora_name": name}, seconds=seconds, repeat=False)
+        self.call("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder}, seconds=seconds, repeat=False)
+
+    def models(self, seconds: float | None = None) -> set[str]:
+        """The names that the engine answers to, adapters included."""
+        return {str(model["id"]) for model in self.call("GET", "/v1/models", seconds=seconds)["data"]}
 
     def set_weight_version(self, version: str, seconds: float | None = None) -> None:
         """Tokens sampled from now on carry this version."""
