@@ -18,7 +18,7 @@ quickstart: setup ## train a small model with GRPO, on two CPU cores, in under 1
 	@$(PYTHON_BIN) -m examples.quickstart
 
 test: setup ## run the tests (TESTS=path: some of them)
-	@$(PYTHON_BIN) -m pytest -n 2 --dist loadgroup $(TESTS)
+	@$(PYTHON_BIN) -m pytest -n 2 $(TESTS)
 
 check: setup ## lint, format, types, rules of the repository
 	@.venv/bin/pre-commit run --all-files --show-diff-on-failure

@@ -62,6 +62,8 @@ class _Fitter:
             self._out.notes.append(Note(kind="could not", place="", what="these flags together", why=problem))
         for sentence in pending:
             self._mark(sentence)
+        if pending:
+            self._mark_what_depends()
         for flag in self._out.flags:
             if flag.name in DIFFERS:
                 self._out.notes.append(Note(kind="differs", place=flag.place, what=flag.name, why=CHANGED[flag.name]))
@@ -88,6 +90,17 @@ class _Fitter:
             if flag.name == name:
                 self._out.flags[number] = replace(flag, pending=True)
                 self._out.notes.append(Note(kind="not yet", place=flag.place, what=flag.shown, why=why))
+
+    def _mark_what_depends(self) -> None:
+        """Mark what has no effect once the flags that are not available yet are left out."""
+        for _ in range(_GIVEN_UP):
+            rest = replace(self._out, flags=[flag for flag in self._out.flags if not flag.pending])
+            idle = [match for problem in _Fitter(rest, self._megatron)._problems()[0] if (match := _NO_EFFECT.match(problem))]
+            if not idle:
+                return
+            for match in idle:
+                for name in re.findall(r"--[\w-]+", match["flags"]):
+                    self._mark(f"{name} is not available yet: it waits for the flags above, and has no effect {match['why']}")
 
     def _drop(self, names: Iterable[str], why: str) -> bool:
         """Take flags out; whether there were any."""

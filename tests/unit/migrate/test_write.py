@@ -168,7 +168,7 @@ def test_check_adds_what_the_parsers_say(tmp_path: Path, monkeypatch: pytest.Mon
     assert "--x is wrong." in capsys.readouterr().out.partition("Could not")[2]
     assert asked[0][:2] == ["--rollout-num-gpus", "8"]
     assert "--num-rollout" not in asked[0]  # its value is not known
-    assert ("--colocate" in asked[0]) == (own_flags()["--colocate"][1].not_yet is None)
+    assert ("--colocate" in asked[0]) == ("cuda" not in own_flags()["--device"][1].choices_not_yet)  # without it, it has no effect
 
 
 @pytest.mark.parametrize("argv", [[], ["a.sh", "--outptu", "x"], ["a.sh", "--device", "tpu"]])
