@@ -34,10 +34,13 @@ def logit_moments(logits: torch.Tensor, group: dist.ProcessGroup, vocab_size: in
 
 @contextmanager
 def routes_of(chunks: Sequence[torch.nn.Module]) -> Iterator[dict[int, list[torch.Tensor]]]:
-    """Layer -> [tokens here, experts] bool of each pass inside, in order; of the routers of this pipeline stage."""
+    """Layer -> [tokens here, experts] bool of each pass inside, in order; of the routers of this pipeline stage.
+
+    Without those of layers for multi-token prediction, which run in training alone and are counted by themselves.
+    """
     maps: dict[int, list[torch.Tensor]] = {}
     hooks = []
-    for router in (module for chunk in chunks for module in chunk.modules() if isinstance(module, Router)):
+    for router in (module for chunk in chunks for module in chunk.modules() if isinstance(module, Router) and not module.is_mtp_layer):
         of_layer = maps.setdefault(router.layer_number, [])
 
         def keep(module: Any, inputs: Any, output: Any, into: list[torch.Tensor] = of_layer) -> None:

@@ -151,7 +151,7 @@ class StepRecord(StepObserver):
             self._random_states()
             self._parameters("forward", "weights", exact=True)
         batches = [packed for step in plans for packed in step]
-        with routes_of(self._trainer.model) as routes:
+        with routes_of(self._trainer.model if self._capsule else ()) as routes:  # a dump has no place for them
             found = forward_each(self._trainer.model, batches, self._read)
         self._keep_routing(routes, batches)
         for (rows, packed), values in zip(self._packs(plans), found, strict=False):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from vime.backends.megatron_utils.convert.checkpoint import megatron_to_hf
 from vime.backends.megatron_utils.convert.registry import model_ops, model_shape
 from vime.backends.megatron_utils.convert.shape import with_prediction
 from vime.backends.megatron_utils.convert.transfer import check_hf_weights
+from vime.capsule.folder import SAMPLES, capsule_path, partial_path, read_capsule, write_prompts
 from vime.config import sections as s
 from vime.config.run import RunConfig
 from vime.errors import CheckpointError, ConfigError
@@ -42,12 +44,13 @@ def batch_of(number: int) -> TrainBatch:
     return TrainBatch(rollout_id=number, samples=tuple(samples), steps=(plan,))
 
 
-def trainer_of(folder: Path, **training: Any) -> MegatronTrainer:
+def trainer_of(folder: Path, debug: s.DebugConfig | None = None, **training: Any) -> MegatronTrainer:
     config = RunConfig(
         model=s.ModelConfig(hf_checkpoint=str(folder)),
         training=s.TrainingConfig(train_threads=1, lr=1e-3, clip_grad=CLIP, **training),
         data=s.DataConfig(num_rollout=10, rollout_batch_size=1),
         algorithm=s.AlgorithmConfig(loss_type="sft_loss", calculate_per_token_loss=True),
+        debug=debug or s.DebugConfig(),
     )
     return MegatronTrainer(config, rank=0, world_size=1, master_addr="127.0.0.1", master_port=free_port())
 
@@ -99,6 +102,28 @@ def test_its_layers_learn_beside_a_model_that_is_trained_as_without_them(folder:
     converted = load_file(tmp_path / "converted" / "model.safetensors")
     assert set(converted) == set(trained)
     assert all(torch.equal(converted[name], trained[name]) for name in trained)
+
+
+@pytest.mark.parametrize("folder", ["deepseek_v3"], indirect=True)
+def test_a_record_of_a_step_is_of_the_model_whose_layers_have_experts_as_theirs_have(folder: Path, tmp_path: Path) -> None:
+    """Its own router runs in training alone, and not in the pass that a record looks at."""
+    (partial := partial_path(tmp_path, 1)).mkdir()
+    (partial / SAMPLES).touch()  # what the rollout writes
+    write_prompts(partial, [], [])
+    dump = str(tmp_path / "dump_{rollout_id}.pt")
+    debug = s.DebugConfig(save_debug_train_data=dump, capsule_steps=[1], capsule_dir=str(tmp_path), capsule_state="stored")
+    trainer = trainer_of(folder, debug, enable_mtp_training=True)
+    trainer.train(batch_of(0))  # a dump alone
+    trainer.train(batch_of(1))
+    trainer.shutdown()
+    for number in range(2):
+        data = torch.load(dump.format(rollout_id=number), weights_only=True)["rollout_data"]
+        assert [len(tokens) for tokens in data["tokens"]] == [length for length, _ in LENGTHS]
+    items = {(item.stage, item.name): item for item in read_capsule(capsule_path(tmp_path, 1))[1]}
+    config = json.loads((folder / "config.json").read_text())
+    layers = config["num_hidden_layers"] - config["first_k_dense_replace"]
+    assert {row.shape[1] for row in items["forward", "routing"].rows} == {layers}
+    assert all((row >= 0).all() for row in items["forward", "routing"].rows)
 
 
 @pytest.mark.parametrize("folder", ["qwen3_5"], indirect=True)
