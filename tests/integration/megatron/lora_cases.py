@@ -66,6 +66,7 @@ def lora_cases(models: dict[str, str], folder: Path, tokens_of: Callable[[str], 
         case("two more cp2", "deep", tokens_of("cp2"), **more, load=one),
         case("two more ep2", "qwen3_moe", tokens_of("ep2"), **more, load=moe),
         case("few sp2", "deep", tokens_of("sp2"), lora={"lora_load": few}),
+        case("refused tp2", "deep", tokens_of("tp2"), gradients=False, refused_save=str(folder / "lora_refused")),
         case("bf16 tp2", "deep", [*tokens_of("tp2"), "--bf16"], gradients=False),
     ]
     anew = {"lora": {"lora_load": None}, "gradients": False}

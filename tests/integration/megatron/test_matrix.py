@@ -293,6 +293,14 @@ def test_adapters_saved_in_one_layout_go_on_in_another(matrix: Results, whole: s
     assert worst(rest["weights"], whole_run["weights"]) <= 2e-3
 
 
+def test_adapters_that_cannot_be_written_are_an_error_of_all_ranks(matrix: Results) -> None:
+    """Rank 0 alone writes their folder; nobody waits for it in vain, and the next save fails in the same way."""
+    said = matrix("lora refused tp2")["refused_save"]
+    assert said[0].startswith("ResourceError: the adapter folder")
+    assert "File too large" in said[0]
+    assert said == matrix("lora refused tp2", rank=1)["refused_save"] == [said[0]] * 2
+
+
 def test_a_checkpoint_of_adapters_holds_no_base_model_and_says_whose_it_is(matrix: Results, matrix_folder: Path) -> None:
     keys = json.dumps([str(key) for key in torch.load(matrix_folder / "lora two steps.0.pt", weights_only=False)["saved_keys"]])
     assert "linear_qkv_adapter" in keys

@@ -24,7 +24,7 @@ from vime.backends.megatron_utils.arguments import resolve
 from vime.backends.megatron_utils.checkpoint import load_state, start_save
 from vime.backends.megatron_utils.convert.registry import model_ops, trained_shape
 from vime.backends.megatron_utils.convert.transfer import HFWeights, Ranks, load_hf_weights, parameters_by_name
-from vime.backends.megatron_utils.convert.writer import export_hf, keep_model_files
+from vime.backends.megatron_utils.convert.writer import export_hf, keep_model_files, written_by_first
 from vime.backends.megatron_utils.experts import routing_metrics, routing_tape
 from vime.backends.megatron_utils.frozen import freeze, trained_names
 from vime.backends.megatron_utils.layout import Layout
@@ -290,8 +290,8 @@ class MegatronTrainer:
     def _complete(self, saving: StateWriter) -> None:
         with self._watched("end the save"):
             saving.finish()
-            if dist.get_rank() == 0:  # `vime convert` then knows which model this is
-                keep_model_files(Path(str(self._config.model.hf_checkpoint)), Path(saving.path))
+            model = Path(str(self._config.model.hf_checkpoint))
+            written_by_first(lambda: keep_model_files(model, Path(saving.path)))  # `vime convert` then knows which model this is
 
     def load(self, path: str, *, resume: bool = True) -> None:
         """Load what `save` wrote, at this or another parallel layout, to go on with that run.

@@ -18,6 +18,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.distributed.checkpoint import CheckpointException
 
+from vime.backends.megatron_utils.convert.writer import written_by_first
 from vime.backends.megatron_utils.lora_ops import is_adapter
 from vime.backends.megatron_utils.state_writer import Planned, StateWriter
 from vime.errors import CheckpointError, ConfigError
@@ -109,9 +110,7 @@ def start_save(
     The folder is complete once `metadata.json` is there. With `background` a thread writes copies; else the writing is done on return.
     With `adapters`, what they are, only they are written, and not the model that they stand on.
     """
-    if dist.get_rank() == 0:
-        Path(path).mkdir(parents=True, exist_ok=True)
-    dist.barrier()
+    written_by_first(lambda: Path(path).mkdir(parents=True, exist_ok=True))
     generators: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(generators, _generators())
     state = _sharded(chunks, optimizer, loading=False, adapters=adapters is not None)

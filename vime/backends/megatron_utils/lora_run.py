@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from vime.backends.megatron_utils.convert.ops import Op
 from vime.backends.megatron_utils.convert.transfer import HFWeights, Ranks
+from vime.backends.megatron_utils.convert.writer import written_by_first
 from vime.backends.megatron_utils.lora import attach_adapters
 from vime.backends.megatron_utils.lora_peft import ADAPTER_FOLDER, PeftFolder, adapter_settings, base_digest, write_peft
 from vime.config.run import RunConfig
@@ -62,7 +62,6 @@ class RunAdapters:
         return folder / ADAPTER_FOLDER
 
     def save(self, folder: Path) -> None:
-        """Write `folder`/adapter, which PEFT loads. Collective."""
+        """Write `folder`/adapter, which PEFT loads. Collective; raises ResourceError on all ranks when it cannot be written."""
         tensors = self.tensors()
-        if dist.get_rank() == 0:
-            self.write(folder, tensors)
+        written_by_first(lambda: self.write(folder, tensors))

@@ -83,11 +83,20 @@ class StateWriter:
                 self._writer.finish(self._metadata, results)
             except OSError as error:
                 verdict[0] = f"rank 0: {_said(error)}"
+        self._agree(verdict)
+        for complete in self._complete:
+            try:
+                complete()
+            except OSError as error:  # rank 0 alone writes, and the others wait in the barrier that comes after it
+                verdict[0] = f"rank 0: {_said(error)}"
+                dist.barrier()
+            self._agree(verdict)
+
+    def _agree(self, verdict: list[str | None]) -> None:
+        """Raise on all ranks what rank 0 says of the writing, if it failed. Collective."""
         dist.broadcast_object_list(verdict, src=0)
         if verdict[0] is not None:
             self._raise(verdict[0])
-        for complete in self._complete:
-            complete()
 
     def _raise(self, said: str) -> None:
         if any(os.strerror(code) in said for code in FULL):

@@ -109,6 +109,18 @@ def test_metadata_that_cannot_be_written_is_an_error_of_the_save(tmp_path: Path)
     assert completed == []
 
 
+def test_the_last_file_that_cannot_be_written_is_an_error_of_the_save(tmp_path: Path) -> None:
+    planned = request(tmp_path / "0.distcp", torch.zeros(3), [], [])
+
+    def full() -> None:
+        with Path("/dev/full").open("wb", buffering=0) as file:
+            file.write(b"metadata.json")
+
+    planned.finalize_fns[:] = [full]
+    with pytest.raises(ResourceError, match="no space left"):
+        StateWriter("run/iter", planned).finish()
+
+
 @pytest.mark.parametrize("background", [False, True])
 def test_what_nobody_expected_is_an_error_of_the_save_too(tmp_path: Path, background: bool) -> None:
     storage = torch.zeros(1).untyped_storage

@@ -19,7 +19,17 @@ from vime.backends.megatron_utils.convert.folder import INDEX, SINGLE, HFFolder
 from vime.backends.megatron_utils.convert.shape import ModelShape
 from vime.errors import CheckpointError, ResourceError, VimeError
 
-__all__ = ["DEFAULT_SHARD_BYTES", "HF_FILES", "HFExport", "HFWriter", "copy_small_files", "export_hf", "keep_model_files", "own_folder"]
+__all__ = [
+    "DEFAULT_SHARD_BYTES",
+    "HF_FILES",
+    "HFExport",
+    "HFWriter",
+    "copy_small_files",
+    "export_hf",
+    "keep_model_files",
+    "own_folder",
+    "written_by_first",
+]
 
 DEFAULT_SHARD_BYTES = 5 * 10**9
 ORIGIN = "origin.txt"  # in that folder: the path of the one that was trained
@@ -44,7 +54,10 @@ def copy_small_files(source: Path, target: Path) -> None:
 def keep_model_files(source: Path, checkpoint: Path) -> None:
     """Put a model's small files into a Megatron checkpoint, and where its folder is, so that it can be converted back."""
     copy_small_files(source, checkpoint / HF_FILES)
-    (checkpoint / HF_FILES / ORIGIN).write_text(str(source.absolute()), encoding="utf-8")
+    try:
+        (checkpoint / HF_FILES / ORIGIN).write_text(str(source.absolute()), encoding="utf-8")
+    except OSError as error:
+        raise _not_written(checkpoint / HF_FILES, error) from error
 
 
 def own_folder(kept: Path) -> Path:
@@ -185,10 +198,26 @@ def export_hf(source: Path, target: Path, shape: ModelShape, buckets: Iterable[S
     for bucket in buckets:  # to its end, whatever rank 0 meets: the others are sending
         if export is not None:
             export.take(bucket)
-    failure = [None if export is None else export.finish()]
-    dist.broadcast_object_list(failure, src=0)
-    if failure[0] is not None:
-        raise failure[0]
+    _raise_everywhere(None if export is None else export.finish())
+
+
+def written_by_first(write: Callable[[], object]) -> None:
+    """Let rank 0 `write`, which is not collective. Collective: raises on all ranks what it meets, so that none waits for it."""
+    failure: Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            write()
+        except (VimeError, OSError) as error:
+            failure = error
+    _raise_everywhere(failure)
+
+
+def _raise_everywhere(failure: Exception | None) -> None:
+    """Raise what rank 0 has, on all ranks. Collective."""
+    told = [failure]
+    dist.broadcast_object_list(told, src=0)
+    if told[0] is not None:
+        raise told[0]
 
 
 def _not_written(folder: Path, error: Exception) -> ResourceError:
