@@ -208,9 +208,10 @@ class Ledger:
         """The present place, on disk whatever happens to the machine, for the commit of `step`."""
         with self._lock:
             try:
-                for name in (str(self.path), f"{self.path}-wal"):
-                    with contextlib.suppress(FileNotFoundError), open(name, "rb") as file:
-                        os.fsync(file.fileno())
+                # The log alone, which SQLite itself syncs into the file. To close another descriptor of the file would drop all of
+                # this process's locks on it, and the next reader that closes would then delete the log under us.
+                with open(f"{self.path}-wal", "rb") as file:
+                    os.fsync(file.fileno())
             except OSError as error:
                 raise ResourceError(f"the ledger {self.path} could not be synced to disk: {error}. Mend that and resume.") from error
             return Mark(ledger=self._id, seq=self._seq, step=step)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import sqlite3
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +105,42 @@ def test_a_resume_undoes_what_the_commit_does_not_contain(tmp_path: Path) -> Non
         (2, "trained"),
         (3, "issued"),
     ]
+
+
+READER = """
+import sqlite3, sys
+db = sqlite3.connect(sys.argv[1])
+print(db.execute("SELECT count(*) FROM events").fetchone()[0])
+db.close()
+"""
+
+
+def test_a_reader_of_another_process_that_comes_after_a_mark_takes_nothing_away(tmp_path: Path) -> None:
+    def read() -> str:  # a process of its own, as `sqlite3 run/ledger.sqlite` is: locks are those of processes
+        command = [sys.executable, "-c", READER, str(tmp_path / "ledger.sqlite")]
+        return subprocess.run(command, timeout=60, check=True, capture_output=True, text=True).stdout.strip()
+
+    ledger = open_ledger(tmp_path)
+    issue(ledger, 0)
+    ledger.mark(-1)
+    assert read() == "1"
+    issue(ledger, 1)
+    assert read() == "2"
+    mark = ledger.mark(-1)
+    train(ledger, 1, step=0)
+    ledger.close()
+    again = open_ledger(tmp_path, mark)
+    assert again.live == {0: State.ISSUED, 1: State.ISSUED}
+    train(again, 1, step=0)
+    assert read() == "4"
+
+
+def test_a_log_that_somebody_removed_ends_the_commit(tmp_path: Path) -> None:
+    ledger = open_ledger(tmp_path)
+    issue(ledger, 0)
+    (tmp_path / "ledger.sqlite-wal").unlink()
+    with pytest.raises(ResourceError, match=r"could not be synced to disk: .*ledger\.sqlite-wal"):
+        ledger.mark(0)
 
 
 def test_a_second_resume_from_the_same_commit_undoes_the_first(tmp_path: Path) -> None:
