@@ -51,7 +51,7 @@ def train(config: RunConfig) -> None:
     check_prompt_files(config.args)
     commit = find_start(config)
     log_dir = run_folder(config)
-    with _locked(log_dir):
+    with locked_folders(config, log_dir):
         _run(config, commit, log_dir, begun)
 
 
@@ -92,15 +92,29 @@ def _run(config: RunConfig, commit: Commit | None, log_dir: Path, begun: float) 
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold the run's folder: two runs in one folder would overwrite each other. The kernel lets go when we die."""
+def locked_folders(config: RunConfig, log_dir: Path) -> Iterator[None]:
+    """Hold the folders that the run writes to, --save (made here) and `log_dir`. Raises ConfigError: another run has one of them."""
+    folders = {log_dir.resolve(): "--log-dir"}
+    if config.checkpoint.save is not None:
+        save = Path(config.checkpoint.save)
+        _make_writable(save)
+        folders[save.resolve()] = "--save"
+    with contextlib.ExitStack() as stack:
+        for folder, flag in sorted(folders.items()):  # in one order: of two runs that want both, one gets both
+            stack.enter_context(_locked(folder, flag))
+        yield
+
+
+@contextlib.contextmanager
+def _locked(folder: Path, flag: str) -> Iterator[None]:
+    """Hold the folder of `flag`: two runs in it would overwrite each other. The kernel lets go when we die."""
     with (folder / ".lock").open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             file.seek(0)
             raise ConfigError(
-                f"the folder '{folder}' is in use by another run (process {file.read().strip()}): wait for it, or give another --save."
+                f"the folder '{folder}' is in use by another run (process {file.read().strip()}): wait for it, or give another {flag}."
             ) from None
         file.truncate(0)
         file.write(str(os.getpid()))
@@ -132,6 +146,12 @@ def run_folder(config: RunConfig) -> Path:
     """Where metrics and logs go: --log-dir, --save, or a temporary folder."""
     chosen = config.logging.log_dir or config.checkpoint.save
     folder = Path(chosen) if chosen else Path(tempfile.mkdtemp(prefix="vime-run-"))
+    _make_writable(folder)
+    return folder
+
+
+def _make_writable(folder: Path) -> None:
+    """Make the folder. Raises ConfigError when nothing can be written there."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / ".writable"
@@ -139,7 +159,6 @@ def run_folder(config: RunConfig) -> Path:
         probe.unlink()
     except OSError as error:
         raise ConfigError(f"the run's folder '{folder}' cannot be written: {error.strerror}. Give another --save or --log-dir.") from error
-    return folder
 
 
 class _TrainerWithProbe:

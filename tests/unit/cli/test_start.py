@@ -1,16 +1,17 @@
-"""Where a run starts: from its own commit, from another run's, or from weights that `vime convert` wrote."""
+"""Where a run starts: from its own commit, from another run's, or from weights that `vime convert` wrote; in folders of its own."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 
 from vime.checkpoint import begin_commit
-from vime.cli.train import find_start
+from vime.cli.train import find_start, locked_folders, run_folder
 from vime.config import RunConfig
-from vime.config.sections import CheckpointConfig
-from vime.errors import CheckpointError
+from vime.config.sections import CheckpointConfig, LoggingConfig
+from vime.errors import CheckpointError, ConfigError
 
 
 def test_a_converted_checkpoint_starts_a_run_at_its_first_step(tmp_path: Path) -> None:
@@ -54,3 +55,30 @@ def test_ones_own_newest_commit_comes_before_another_runs(tmp_path: Path) -> Non
     commit = find_start(RunConfig(checkpoint=checkpoint))
     assert commit is not None
     assert commit.rollout_id == 7
+
+
+def folders(save: Path, log_dir: Path | None) -> RunConfig:
+    return RunConfig(checkpoint=CheckpointConfig(save=str(save)), logging=LoggingConfig(log_dir=str(log_dir) if log_dir else None))
+
+
+def held(config: RunConfig) -> AbstractContextManager[None]:
+    return locked_folders(config, run_folder(config))
+
+
+@pytest.mark.parametrize("log_dir", ["other", None])
+def test_a_second_run_with_the_same_save_folder_is_refused_whatever_its_log_dir(tmp_path: Path, log_dir: str | None) -> None:
+    first = folders(tmp_path / "save", tmp_path / "logs")
+    second = folders(tmp_path / "save" / ".." / "save", tmp_path / log_dir if log_dir else None)
+    said = r"the folder '.*/save' is in use by another run .* give another --save\."
+    with held(first), pytest.raises(ConfigError, match=said), held(second):
+        pass
+    with held(second):  # the first has let go
+        pass
+
+
+def test_a_second_run_with_the_same_log_dir_is_refused_and_a_stranger_is_not(tmp_path: Path) -> None:
+    first, stranger = folders(tmp_path / "save", tmp_path / "logs"), folders(tmp_path / "third", None)
+    second = folders(tmp_path / "another", tmp_path / "logs")
+    said = r"the folder '.*/logs' is in use by another run .* give another --log-dir\."
+    with held(first), held(stranger), pytest.raises(ConfigError, match=said), held(second):
+        pass
