@@ -72,7 +72,10 @@ class EngineWatch:
     def _run(self) -> None:
         wait = self._config.rollout_health_check_first_wait
         while not self._stopped.wait(wait):
-            found = find_illness(self._control, self._config.rollout_health_check_timeout, self._stopped)
+            try:
+                found = find_illness(self._control, self._config.rollout_health_check_timeout, self._stopped)
+            except Exception as error:  # noqa: BLE001 - a reply that cannot be read is an illness, too, and this thread is all that looks
+                found = f"its answers to a probe cannot be read: {error!r}"
             if found is not None and not self._stopped.is_set():
                 self._illness = found
                 return

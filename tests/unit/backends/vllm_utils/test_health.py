@@ -135,6 +135,24 @@ def test_a_watch_probes_again_and_again_until_the_engine_is_ill(engine: Engine) 
     assert "0 prompt log-probs for 3 tokens" in watch.illness
 
 
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        ({"reply": WELL | {"choices": []}}, "IndexError"),
+        ({"reply": WELL | {"prompt_logprobs": [None, {}, {}]}}, "KeyError"),
+        ({"counts": ["?"]}, "ValueError"),
+    ],
+)
+def test_an_engine_whose_replies_cannot_be_read_is_ill(engine: Engine, told: dict[str, Any], said: str) -> None:
+    for name, value in told.items():
+        setattr(engine, name, value)
+    config = FaultToleranceConfig(use_fault_tolerance=True, rollout_health_check_first_wait=0.0)
+    watch = EngineWatch(EngineEndpoint(name="engine 0", url=engine.url, secret="secret"), config)
+    watch._thread.join(60.0)
+    assert str(watch.illness).startswith("its answers to a probe cannot be read: ")
+    assert said in str(watch.illness)
+
+
 def test_a_watch_that_is_stopped_finds_nothing(engine: Engine) -> None:
     watch = EngineWatch(EngineEndpoint(name="engine 0", url=engine.url, secret="secret"), FaultToleranceConfig())
     watch.stop()
