@@ -21,7 +21,7 @@ from vime.hooks import hook_errors, load_hook, user_errors
 from vime.rollout.base_types import Group, RolloutFnTrainOutput
 from vime.rollout.filter_hub.base_types import DynamicFilterOutput
 from vime.rollout.generate_state import GenerateState
-from vime.rollout.generation import generate_and_rm_group, segments, usable
+from vime.rollout.generation import CANCELLED, generate_and_rm_group, segments, usable
 from vime.rollout.ledger import State
 from vime.rollout.metrics import rollout_metrics
 from vime.rollout.tracking import end_group, give_back
@@ -89,6 +89,8 @@ class GroupWork:
         """
         work = self.pending.pop(task)
         try:
+            if task.cancelled():  # not by us: what we cancel is not taken
+                raise GenerationError(CANCELLED)
             group = task.result()
         except GenerationError as error:
             end_group(self.source, work.group, State.FAILED, str(error))

@@ -17,9 +17,9 @@ from typing import Any
 
 from vime.errors import DeadlineError
 from vime.rollout.base_types import Group, RolloutFnTrainOutput
+from vime.rollout.buffer import oldest_version
 from vime.rollout.collect import GroupWork, Task, Work, cancel_all, group_index
 from vime.rollout.generate_state import GenerateState
-from vime.rollout.generation import segments
 from vime.rollout.ledger import State
 from vime.rollout.tracking import end_group
 from vime.utils.types import Sample
@@ -60,8 +60,9 @@ class ContinuousCollector(GroupWork):
     async def take_batch(self, step: int) -> RolloutFnTrainOutput:
         """The batch of `step`: the groups with the oldest weights, ordered by group_index, and its metrics.
 
-        Groups that are over the bound are stale: issued again or dropped, as --stale-groups says. With "wait" the batch waits for
-        groups that would be over the bound in the next step, so that none becomes stale. With deterministic inference it is the
+        Groups that are over the bound are stale: issued again or dropped, as --stale-groups says; those that the data source gives
+        with older tokens, too. With "wait" the batch waits for groups that would be over the bound in the next step, so that none
+        becomes stale here, and one that comes stale is issued again. With deterministic inference it is the
         groups with the lowest index, whichever were finished first.
 
         Raises:
@@ -97,14 +98,28 @@ class ContinuousCollector(GroupWork):
         """Begin groups while there is room."""
         try:
             while self.open and self.failure is None and (room := self._room()) > 0:
-                for group in self.draw(room):
+                for drawn in self.draw(room):
+                    if (group := self._within_bound(drawn)) is None:
+                        continue
                     task = self.submit(group, keep=True)
-                    oldest = _oldest_version(group)
+                    oldest = oldest_version(group)
                     self.pending[task].version = self.version if oldest is None else oldest
                     task.add_done_callback(self._done)
         except Exception as error:  # noqa: BLE001 - whatever it is ends the run: `_until` and the producer raise it
             self._fail(error)
         self._clock()
+
+    def _within_bound(self, group: Group) -> Group | None:
+        """What is begun of a group of the data source: one that comes back with tokens over the bound is generated anew, or dropped."""
+        version, oldest = oldest_version(group), self.next_step - self.bound
+        if version is None or version >= oldest:
+            return group
+        if self.args.stale_groups == "drop":
+            self.stale["dropped"] += 1
+            end_group(self.source, group, State.STALE, f"came back with tokens of weights {version}, before {oldest}")
+            return None
+        self.stale["reissued"] += 1
+        return renewed(group)
 
     def _room(self) -> int:
         ahead = min(self.version + self.bound + 1, self.num_steps) - self.next_step
@@ -211,7 +226,3 @@ def renewed(group: Group) -> Group:
         sample.metadata = {k: v for k, v in sample.metadata.items() if k not in ("failure", "start_rollout_id")}
         out.append(sample)
     return out
-
-
-def _oldest_version(group: Group) -> int | None:
-    return min((int(v) for part in segments(group) for v in part.weight_versions if v.isdecimal()), default=None)

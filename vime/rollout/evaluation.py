@@ -12,7 +12,7 @@ from vime.rollout.base_types import Group, RolloutFnEvalOutput
 from vime.rollout.collect import cancel_all
 from vime.rollout.engine_client import derive_seed
 from vime.rollout.generate_state import GenerateState
-from vime.rollout.generation import generate_and_rm_group, usable
+from vime.rollout.generation import CANCELLED, generate_and_rm_group, usable
 from vime.rollout.metrics import eval_metrics
 from vime.rollout.rm_hub.registry import needs_label
 from vime.utils.types import Sample
@@ -99,7 +99,7 @@ async def _run(state: GenerateState, name: str, groups: list[Group], begun: floa
             left = args.rollout_deadline - (time.monotonic() - begun)
             done, running = await asyncio.wait(running, timeout=max(left, 0.0), return_when=asyncio.FIRST_EXCEPTION)
             for task in done:
-                error = task.exception()
+                error = _error_of(task)
                 if error is not None and not isinstance(error, GenerationError):
                     raise error
             if not done:
@@ -112,8 +112,13 @@ async def _run(state: GenerateState, name: str, groups: list[Group], begun: floa
                 )
     finally:
         await cancel_all(tasks)
-    finished = [task.result() for task in tasks if task.exception() is None]
+    finished = [task.result() for task in tasks if _error_of(task) is None]
     samples = [sample for group in finished for sample in usable(group)]
     if not samples:
-        raise GenerationError(f"evaluation '{name}': no sample could be had. The last cause: {tasks[-1].exception()}")
+        raise GenerationError(f"evaluation '{name}': no sample could be had. The last cause: {_error_of(tasks[-1])}")
     return samples, sum(len(group) for group in groups) - len(samples)
+
+
+def _error_of(task: asyncio.Task[Group]) -> BaseException | None:
+    """What a finished group raised; a cancellation of its own is a group that could not be had."""
+    return GenerationError(CANCELLED) if task.cancelled() else task.exception()

@@ -21,12 +21,13 @@ from vime.rollout.sampling import continue_group, continue_sample, prompt_ids, s
 from vime.rollout.teacher import ask_teacher, needs_teacher
 from vime.utils.types import Sample
 
-__all__ = ["all_or_cancel", "generate", "generate_and_rm", "generate_and_rm_group", "is_done", "segments", "usable"]
+__all__ = ["CANCELLED", "all_or_cancel", "generate", "generate_and_rm", "generate_and_rm_group", "is_done", "segments", "usable"]
 
 Status = Sample.Status
 FLAG = "--custom-generate-function-path"
 HOOK_FLAG = "--rollout-sample-hook-path"
 DONE = (Status.COMPLETED, Status.TRUNCATED)
+CANCELLED = "a generate function, reward or hook ended in a cancellation (CancelledError) of its own."
 
 
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
@@ -230,7 +231,11 @@ def usable(group: Iterable[Sample | list[Sample]]) -> list[Sample]:
 
 
 async def all_or_cancel[T](work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Results in order; when one raises (or we are cancelled) the others are cancelled and awaited first."""
+    """Results in order; when one raises (or we are cancelled) the others are cancelled and awaited first.
+
+    Raises:
+        GenerationError: one was cancelled, and not by us.
+    """
     loop = asyncio.get_running_loop()
     tasks = [asyncio.Task(one, loop=loop, eager_start=True) for one in work]  # what needs no waiting is done at once
     if not all(task.done() for task in tasks):
@@ -244,6 +249,8 @@ async def all_or_cancel[T](work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     for error in errors:
         if error is not None:
             raise error
+    if any(task.cancelled() for task in tasks):  # not by us: we cancel after an error, raised above, or when we are cancelled ourselves
+        raise GenerationError(CANCELLED)
     return [task.result() for task in tasks]
 
 

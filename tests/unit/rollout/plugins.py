@@ -123,6 +123,26 @@ async def slow_tool(args: Any, sample: Sample, sampling_params: dict[str, Any]) 
     return sample
 
 
+async def cancelled_for_group_1(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """Waits for something that was cancelled."""
+    sample = await generate(args, sample, sampling_params)
+    if sample.group_index == 1:
+        lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        lost.cancel()
+        await lost
+    return sample
+
+
+async def cancelled_group_reward_for_1(args: Any, samples: list[Sample]) -> list[float]:
+    """Cancels the task that it runs in."""
+    if samples[0].group_index == 1:
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+        await asyncio.Event().wait()
+    return [1.0] * len(samples)
+
+
 async def never_returns(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
     """Group 1 hangs."""
     if sample.group_index == 1:

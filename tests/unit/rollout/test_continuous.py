@@ -203,6 +203,29 @@ def test_what_a_group_raises_ends_the_wait_with_its_own_error(tokenizer: Any, fl
     run(work())
 
 
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {"custom_generate_function_path": f"{HERE}.cancelled_for_group_1"},
+        {"custom_rm_path": f"{HERE}.cancelled_group_reward_for_1", "group_rm": True},
+    ],
+)
+def test_a_cancellation_in_a_users_function_is_a_failed_group_and_another_is_begun(
+    tokenizer: Any, flags: dict[str, Any], chosen: dict[str, Any]
+) -> None:
+    async def work() -> Any:
+        async with collecting(tokenizer, flags | chosen | {"vllm_enable_deterministic_inference": True}, num_steps=2) as (
+            engine,
+            collector,
+        ):
+            engine.release(*range(30))
+            return [await collector.take_batch(step) for step in range(2)]
+
+    outputs = run(work())
+    assert [numbers(output) for output in outputs] == [[0, 2], [3, 4]]
+    assert sum(output.metrics["rollout/failed_groups"] for output in outputs) == 1.0
+
+
 def test_failing_engines_end_it_and_a_silent_one_runs_into_the_deadline(tokenizer: Any, flags: dict[str, Any]) -> None:
     async def broken() -> None:
         async with serving(lambda body, n: web.Response(status=500, text="engine core is dead")) as server:
@@ -236,3 +259,46 @@ def test_a_renewed_group_is_as_the_data_source_gave_it() -> None:
     assert again.tokens == [5, 6]
     again.tokens = []
     assert again == fresh
+
+
+@pytest.mark.parametrize("policy", ["wait", "reissue", "drop"])
+def test_groups_that_come_back_with_tokens_over_the_bound_are_generated_anew_or_dropped(
+    tokenizer: Any, flags: dict[str, Any], policy: str
+) -> None:
+    def answer(body: dict[str, Any], n: int) -> Any:
+        return reply_of("7", tokenizer, version="10")
+
+    def held(number: int, version: str) -> list[Any]:
+        """A group as a rollout that was cut off gave it back."""
+        sample = Sample(group_index=number, index=number, prompt=f"{number}+0=", label="7", status=Status.ABORTED)
+        sample.tokens = tokenizer.encode(sample.prompt, add_special_tokens=False)
+        sample.append_response_tokens(
+            tokens=tokenizer.encode("7", add_special_tokens=False), log_probs=[-0.1], weight_versions=[version], text="7"
+        )
+        sample.status = Status.ABORTED
+        return [sample]
+
+    async def work() -> Any:
+        async with serving(answer) as server:
+            access = EngineAccess()
+            access.version = 10
+            args = make_args(server.runtime | {"engine_access": access}, **flags, stale_groups=policy)
+            async with GenerateState(args).running() as state:
+                source = RolloutDataSourceWithBuffer(args)
+                source.add_samples([held(100, "9"), *(held(number, "0") for number in range(101, 109))])  # more than one look finds
+                collector = ContinuousCollector(state, source, first_step=10, num_steps=12, bound=1, version=10)
+                collector.resume(10)
+                try:
+                    return [await collector.take_batch(step) for step in (10, 11)]
+                finally:
+                    await collector.close()
+
+    outputs = run(work())
+    versions = {group[0].group_index: group[0].weight_versions for output in outputs for group in output.samples}
+    if policy == "drop":  # 100, at the bound, goes on from its token
+        assert versions == {100: ["9", "10", "10"]} | {number: ["10", "10"] for number in range(3)}
+    else:
+        assert versions == {number: ["10", "10"] for number in range(101, 105)}
+    kind, count = ("dropped", 8.0) if policy == "drop" else ("reissued", 4.0)
+    assert sum(output.metrics[f"rollout/stale/{kind}"] for output in outputs) == count
+    assert max(output.metrics["rollout/staleness/max"] for output in outputs) <= 1.0

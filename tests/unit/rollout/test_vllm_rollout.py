@@ -160,6 +160,27 @@ def test_a_group_that_cannot_be_had_is_counted_and_replaced(model_dir: Path, tok
     assert rollout.output.metrics["rollout/failed_groups"] == 2.0
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"custom_generate_function_path": f"{HERE}.cancelled_for_group_1"},
+        {"custom_rm_path": f"{HERE}.cancelled_group_reward_for_1", "group_rm": True},
+    ],
+)
+def test_a_cancellation_in_a_users_function_is_a_group_that_cannot_be_had(
+    model_dir: Path, tokenizer: Any, prompts: Path, flags: dict[str, Any]
+) -> None:
+    rollout = Rollout(model_dir, prompts, echo(tokenizer), **flags)
+    assert rollout.order == [0, 2, 3, 4]
+    assert rollout.output.metrics["rollout/failed_groups"] == 1.0
+
+
+def test_an_evaluation_counts_a_group_whose_function_was_cancelled_as_not_had(model_dir: Path, tokenizer: Any, prompts: Path) -> None:
+    flags = {"eval_prompt_data": ["sums", str(prompts)], "custom_generate_function_path": f"{HERE}.cancelled_for_group_1"}
+    output = Rollout(model_dir, prompts, echo(tokenizer), evaluation=True, **flags).output
+    assert len(output.data["sums"]["samples"]) == 7
+
+
 def test_failed_members_do_not_enter_the_statistics(model_dir: Path, tokenizer: Any, prompts: Path) -> None:
     rollout = Rollout(model_dir, prompts, echo(tokenizer), custom_rm_path=f"{HERE}.judge_down_for_odd")
     assert rollout.output.metrics["rollout/failed_samples"] == 4.0
