@@ -92,7 +92,7 @@ class _Scales:
         self._before = before if item.stage == "update" and item.digests else None
         self._gradients = gradients if self._before is not None or (item.stage == "gradient" and item.digests) else None
         rows = () if self._gradients is None else self._gradients.rows
-        self._largest = max((float(row.abs().max()) for row in rows if row.numel()), default=0.0)
+        self._largest = max((_peak(row) for row in rows), default=0.0)
 
     def relative(self, apart: torch.Tensor, i: int) -> float:
         """The differences `apart` of row i as one number, in the measure of the stage."""
@@ -104,8 +104,13 @@ class _Scales:
                 apart, moved = apart[clear], moved[clear]
             return float((apart.square().sum() / moved.square().sum().clamp(min=1e-30)).sqrt()) if apart.any() else 0.0
         if self._gradients is not None:
-            return float(apart.max()) / max(float(row.abs().max()), NOISE * self._largest, 1e-30)
-        return float(apart.max()) / max(float(row.abs().max()), 1.0)
+            return float(apart.max()) / max(_peak(row), NOISE * self._largest, 1e-30)
+        return float(apart.max()) / max(_peak(row), 1.0)
+
+
+def _peak(row: torch.Tensor) -> float:
+    """The largest value that is a number; 0 where there is none."""
+    return float(row.nan_to_num(0.0, 0.0, 0.0).abs().max()) if row.numel() else 0.0
 
 
 def _differs(item: Item, other: Item, tolerance: float, scales: _Scales) -> Difference | None:
@@ -129,7 +134,7 @@ def _row(item: Item, other: Item, i: int, tolerance: float, scales: _Scales) -> 
     same = item.digests[i] == other.digests[i] if item.digests else a.dtype == b.dtype and torch.equal(_bits(a), _bits(b))
     if same:
         return None, ""
-    apart = torch.nan_to_num((a.double() - b.double()).abs(), nan=NEVER).masked_fill(a.isnan() & b.isnan(), 0.0)
+    apart = torch.nan_to_num((a.double() - b.double()).abs(), nan=NEVER).masked_fill((a.isnan() & b.isnan()) | (a == b), 0.0)
     if tolerance:
         amount = scales.relative(apart, i) if apart.numel() else 0.0
         if amount <= tolerance:

@@ -67,8 +67,14 @@ def _replay(given: str, flags: list[str], folder: Path) -> int:
         if failure is not None:
             print(f"{who} failed: {failure}")
     print("\n".join(stages_in_words(recorded, differences)))
-    print(f"first stage that differs: {differences[0].item.stage}" if differences else "the same")
-    return DIFFERS if differences else SAME
+    only = {(True, False): "the recorded step", (False, True): "the replay"}.get((facts["failure"] is not None, said is not None))
+    if differences:
+        print(f"first stage that differs: {differences[0].item.stage}")
+    elif only is not None:
+        print(f"what both computed is the same, but {only} alone failed")
+    else:
+        print("the same")
+    return SAME if only is None and not differences else DIFFERS
 
 
 def _config(capsule: Path, facts: dict[str, Any], flags: list[str], folder: Path) -> RunConfig:

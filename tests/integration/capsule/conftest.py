@@ -70,6 +70,7 @@ def jobs_of(folder: Path) -> list[dict[str, Any]]:
     replays: dict[str, tuple[str, list[str], str | None]] = {
         "same moe": (f"moe_capsules/{STEP}", [], None),
         "same failing": (f"failing_capsules/{STEP}", [], None),
+        "unchecked": (f"failing_capsules/{STEP}", ["--no-check-for-nan-in-loss-and-grad"], None),
         "same start": ("start_capsules/step_0000000", [], None),
         "gradient": (f"dense_capsules/{STEP}", [], "one_gradient"),
         "loss": (f"dense_capsules/{STEP}", ["--entropy-coef", "0.01"], None),

@@ -72,7 +72,13 @@ def test_a_step_that_failed_fails_in_the_same_way(replayed: Replayed, capsules: 
     assert (code, lines[-1]) == (0, "the same")
     facts, items = read_capsule(capsules / "failing_capsules" / STEP)
     assert "not finite" in facts["failure"]
-    assert {item.stage for item in items} == set(STAGES[:6])  # it ended before the gradient was looked at
+    assert {item.stage for item in items} == set(STAGES[:7])  # it ended before the weights changed
+
+
+def test_a_replay_that_does_not_fail_as_the_step_did_differs(replayed: Replayed) -> None:
+    code, lines = replayed("unchecked")
+    assert any(line.startswith("the recorded step failed: loss ") for line in lines)
+    assert (code, lines[-1]) == (1, "what both computed is the same, but the recorded step alone failed")
 
 
 @pytest.mark.parametrize(

@@ -115,6 +115,20 @@ def test_not_a_number_equals_itself_and_nothing_else() -> None:
     assert [d.item.stage for d in compare(recording(), nan, same_layout=False)] == ["loss"]
 
 
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_of_a_gradient_that_is_not_finite_the_other_values_are_compared(value: float) -> None:
+    """Of a step that failed, under another layout: equal, within rounding, and beyond."""
+
+    def gradient(change: float) -> list[Item]:
+        rows = ParameterRows()
+        rows.add("a", torch.tensor([2.0 + change, value, -value, 1.0]))
+        return [rows.item("gradient", "gradients", step=0)]
+
+    for change, expected in ((0.0, []), (1e-5, []), (0.1, ["gradient"])):
+        found = compare(gradient(0.0), gradient(change), same_layout=False)
+        assert [d.item.stage for d in found] == expected
+
+
 def test_a_change_between_the_values_that_are_kept_is_seen_in_the_same_layout() -> None:
     def item(change: float) -> Item:
         rows, values = ParameterRows(), torch.zeros(10_000)

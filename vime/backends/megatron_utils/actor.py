@@ -541,10 +541,10 @@ class MegatronTrainer:
         self._optimizer.prepare_grads()
         norm = float(self._optimizer.get_grad_norm())
         self._observer.loss(metrics, packed, parts)
+        self._observer.gradient(norm)
         if self._args.check_for_nan_in_loss_and_grad:
             self._check_finite(metrics["loss"], norm, packed, parts, batch)
         rate = float(get_canonical_lr_for_logging(self._optimizer.param_groups) or 0.0)  # the one this step uses
-        self._observer.gradient(norm)
         self._optimizer.step()
         self._observer.update(rate)
         self._schedule.step(1)
