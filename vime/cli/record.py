@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +51,7 @@ class RunRecord:
         self._metrics.log(step, "step", metrics)
         self._metrics.log_samples(step, "train", samples)
         self.status.step(step, metrics, phases)
-        if self._open is not None and self._open[0].is_written():
+        if self.commit_is_written:
             self.finish_commit()
 
     def finish_eval(self, steps_done: int, metrics: dict[str, float], samples: list[dict[str, Any]]) -> None:
@@ -135,6 +137,26 @@ class RunRecord:
             (opened, begun), self._open = self._open, None
             commit = opened.finish()
             self.status.say(f"saved {commit.path} ({time.perf_counter() - begun:.1f} s)")
+
+    @property
+    def commit_is_written(self) -> bool:
+        """Whether a commit is open whose files are all there, so that nothing of them is waited for."""
+        return self._open is not None and self._open[0].is_written()
+
+    @contextlib.contextmanager
+    def commit_kept(self) -> Iterator[None]:
+        """Whatever ends what is inside, what was saved before is kept: the open commit is completed.
+
+        One that is still being written is waited for if the run's own error ends it, and given up on Ctrl-C and errors in the code.
+        """
+        try:
+            yield
+        except BaseException as error:
+            with contextlib.suppress(VimeError, OSError):  # the first failure is the one to tell
+                if self._open is not None and (isinstance(error, VimeError | OSError) or self.commit_is_written):
+                    self.status.say(f"completing the commit of step {self._open[0].rollout_id + 1} first")
+                    self.finish_commit()
+            raise
 
     def close(self) -> None:
         """Flush every sink."""

@@ -22,7 +22,7 @@ from vime.checkpoint import Commit, commit_of_step, latest_commit
 from vime.cli.record import RunRecord
 from vime.config import RunConfig
 from vime.config.estimators import ESTIMATORS
-from vime.errors import CheckpointError, ConfigError, VimeError
+from vime.errors import CheckpointError, ConfigError
 from vime.hooks import check_all
 from vime.loop import run_loop
 from vime.observability.memory import MemoryMonitor
@@ -69,11 +69,8 @@ def _run(config: RunConfig, commit: Commit | None, log_dir: Path, begun: float) 
                 engines.say = record.status.say
             record.status.say(f"ready after {duration(time.monotonic() - begun)}; steps {first + 1} to {total}; logs in {log_dir}")
             try:
-                run_loop(first, total, rollout, trainer, record)
-            except VimeError:  # what was saved before the failure is kept
-                with contextlib.suppress(VimeError):  # the first failure is the one to tell
-                    record.finish_commit()
-                raise
+                with record.commit_kept():
+                    run_loop(first, total, rollout, trainer, record)
             finally:
                 record.close()
             memory.sample()

@@ -131,8 +131,44 @@ def test_an_export_that_failed_is_told_when_the_commit_is_complete(record_in: Re
     assert newest(tmp_path) == 1
 
 
-def test_what_a_run_that_ends_early_was_writing_is_completed(record_in: Record, tmp_path: Path) -> None:
-    record = record_in()
-    record.commit(1, Trainer(), Rollout())
-    record.finish_commit()
-    assert newest(tmp_path) == 1
+@pytest.mark.parametrize(
+    ("error", "written", "kept"),
+    [
+        (ResourceError("an engine"), False, 1),
+        (OSError("a disk"), False, 1),
+        (KeyboardInterrupt(), True, 1),
+        (KeyboardInterrupt(), False, None),
+        (ValueError("in a hook"), True, 1),
+        (ValueError("in a hook"), False, None),
+    ],
+)
+def test_what_a_run_that_ends_early_has_written_is_kept(
+    record_in: Record, tmp_path: Path, error: BaseException, written: bool, kept: int | None
+) -> None:
+    record, trainer = record_in(), Trainer()
+
+    def ended() -> None:
+        with record.commit_kept():
+            record.commit(1, trainer, Rollout())
+            trainer.parts[0].written = written
+            raise error
+
+    with pytest.raises(type(error)) as caught:
+        ended()
+    assert caught.value is error
+    assert newest(tmp_path) == kept
+
+
+@pytest.mark.parametrize("second", [ResourceError("no space left"), OSError("no space left")])
+def test_a_commit_that_fails_after_the_run_has_does_not_hide_why_it_ended(record_in: Record, tmp_path: Path, second: Exception) -> None:
+    record, trainer = record_in(), Trainer()
+
+    def ended() -> None:
+        with record.commit_kept():
+            record.commit(1, trainer, Rollout())
+            trainer.parts[0].written, trainer.parts[0].error = True, second
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        ended()
+    assert newest(tmp_path) is None
