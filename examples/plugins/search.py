@@ -45,13 +45,18 @@ async def ask_engine(args: Any, tokens: list[int], params: dict[str, Any]) -> di
 
 
 async def generate_with_search(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """Generate, search, generate; the passages are masked out of the loss."""
+    """Generate, search, generate; the passages are masked out of the loss.
+
+    With --partial-rollout a response may be cut off anywhere and given in again: what was asked, and up to where, is in the metadata.
+    """
     state = GenerateState(args)
     pattern = re.compile(sample.metadata.get("search_pattern", QUERY))
     stop = [*sampling_params.get("stop", []), *sample.metadata.get("search_stop", ["</search>"])]
     if not sample.tokens:
         sample.tokens = state.tokenizer.encode(sample.prompt, add_special_tokens=False)
-    for turn in range(MAX_SEARCHES + 1):
+    if not sample.response:
+        sample.metadata |= {"queries": [], "searched": 0}
+    for turn in range(len(sample.metadata["queries"]), MAX_SEARCHES + 1):
         budget = sampling_params["max_new_tokens"] - sample.response_length
         if budget <= 0:
             sample.status = Sample.Status.TRUNCATED
@@ -67,13 +72,14 @@ async def generate_with_search(args: Any, sample: Sample, sampling_params: dict[
             text=text,
             status=ENDS[choice["finish_reason"]],
         )
-        query = None if last else pattern.search(text)
+        query = None if last else pattern.search(sample.response, sample.metadata["searched"])
         if query is None or sample.status is not Sample.Status.COMPLETED:
             return sample
         passages = await search(sample.metadata["search_url"], query.group(1))
         tokens = state.tokenizer.encode(passages, add_special_tokens=False)
         sample.append_response_tokens(args, tokens=tokens, trainable=False, text=passages)
-        sample.metadata.setdefault("queries", []).append(query.group(1))
+        sample.metadata["queries"].append(query.group(1))
+        sample.metadata["searched"] = len(sample.response)
     return sample
 
 

@@ -41,15 +41,18 @@ def calculate(expression: str) -> str:
 
 
 async def generate_with_tool(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """Generate up to the end of a call, append its result, go on; at most MAX_CALLS calls."""
+    """Generate up to the end of a call, append its result, go on; at most MAX_CALLS calls.
+
+    With --partial-rollout a response may be cut off anywhere and given in again: what was called, and up to where, is in the metadata.
+    """
     state = GenerateState(args)
     pattern = re.compile(sample.metadata.get("tool_pattern", CALL))
     params = {**sampling_params, "stop": [*sampling_params.get("stop", []), *sample.metadata.get("tool_stop", ["</calc>"])]}
-    sample.metadata["calls"] = 0
-    for _ in range(MAX_CALLS):
-        done = len(sample.response)
+    if not sample.response:
+        sample.metadata |= {"calls": 0, "searched": 0}
+    while sample.metadata["calls"] < MAX_CALLS:
         sample = await generate(args, sample, dict(params))
-        call = pattern.search(sample.response, done)
+        call = pattern.search(sample.response, sample.metadata["searched"])
         if call is None or sample.status is not Sample.Status.COMPLETED:
             return sample
         begun = time.monotonic()
@@ -58,4 +61,5 @@ async def generate_with_tool(args: Any, sample: Sample, sampling_params: dict[st
         tokens = state.tokenizer.encode(observation, add_special_tokens=False)
         sample.append_response_tokens(args, tokens=tokens, trainable=False, text=observation)
         sample.metadata["calls"] += 1
+        sample.metadata["searched"] = len(sample.response)
     return await generate(args, sample, dict(sampling_params))

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 
 from examples.plugins.best_of_n import best_of_n, has_a_winner
-from examples.plugins.tool_use import calculate
+from examples.plugins.search import generate_with_search
+from examples.plugins.tool_use import calculate, generate_with_tool
 from tests.unit.rollout.support import make_args, reply_of, run, serving
 from vime.errors import GenerationError
+from vime.rollout.continuous import renewed
 from vime.rollout.data_source import RolloutDataSourceWithBuffer
-from vime.rollout.vllm_rollout import generate_rollout_async
+from vime.rollout.vllm_rollout import GenerateState, generate_rollout_async
 from vime.utils.types import Sample
 
 PLUGINS = "examples.plugins"
@@ -105,6 +107,57 @@ def test_passages_of_a_search_are_read_and_not_trained_on(model_dir: Path, tmp_p
         assert "<information>84 = 12 * 7</information>" in sample.response
         assert trained_text(sample, tokenizer) == "<search>12 times 7</search>it is 84"
         assert sample.reward == 1.0
+
+
+@pytest.mark.parametrize("renewed_first", [False, True])
+@pytest.mark.parametrize(
+    ("function", "parts", "inserted", "counted"),
+    [
+        (generate_with_tool, ["<calc>12", "*7</calc>", "<calc>2", "+2</calc>", "done"], [" = 84 ", " = 4 "], ("calls", 2)),
+        (
+            generate_with_search,
+            ["<search>a", "b</search>", "<search>c", "d</search>", "done"],
+            ["<information>P</information>"] * 2,
+            ("queries", ["ab", "cd"]),
+        ),
+    ],
+)
+def test_a_call_that_was_cut_in_two_is_answered_when_it_goes_on(
+    model_dir: Path, tokenizer: Any, function: Any, parts: list[str], inserted: list[str], counted: tuple[str, Any], renewed_first: bool
+) -> None:
+    left = [*parts[:3], *parts] if renewed_first else [*parts]
+
+    async def work() -> Sample:
+        def answer(body: Any, n: int) -> Any:
+            if "query" in body:
+                return {"result": ["P"]}
+            text = left.pop(0)
+            state.aborted = not text.endswith((">", "done"))  # the step has what it needs
+            reply = reply_of(text, tokenizer, reason="length")
+            reply["choices"][0]["finish_reason"] = "abort" if state.aborted else "stop"
+            return reply
+
+        async def step(sample: Sample) -> Any:
+            state.aborted = False
+            return await function(args, sample, dict(state.sampling_params))
+
+        async with serving(answer) as server:
+            args = make_args(server.runtime, hf_checkpoint=str(model_dir), rollout_max_response_len=200)
+            sample = Sample(group_index=0, index=0, prompt="q=", metadata={"search_url": f"{server.url}/search"})
+            async with GenerateState(args).running() as state:
+                if renewed_first:  # cut off after a call, and generated anew: nothing is left of what was
+                    sample = await step(await step(sample))
+                    assert sample.response.endswith(parts[2])
+                    (sample,) = renewed([sample])  # type: ignore[assignment]
+                for status in (Status.ABORTED, Status.ABORTED, Status.COMPLETED):
+                    sample = await step(sample)
+                    assert sample.status is status
+            return sample
+
+    sample = run(work())
+    assert sample.response == f"{parts[0]}{parts[1]}{inserted[0]}{parts[2]}{parts[3]}{inserted[1]}done"
+    assert trained_text(sample, tokenizer) == "".join(parts)
+    assert sample.metadata[counted[0]] == counted[1]
 
 
 def test_a_search_server_that_answers_nonsense_is_no_wrong_answer(model_dir: Path, tmp_path: Path, tokenizer: Any) -> None:
