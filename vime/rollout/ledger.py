@@ -58,7 +58,7 @@ MOVES: Mapping[State | None, frozenset[State]] = MappingProxyType(
         None: frozenset({State.ISSUED}),
         State.ISSUED: frozenset({State.KEPT}) | ENDS,
         State.KEPT: frozenset({State.ISSUED, State.FILTERED, State.STALE, State.DROPPED}),
-        State.DROPPED: frozenset({State.TRAINED}),  # what was given up for lost may still come; it was never trained
+        State.DROPPED: frozenset({State.TRAINED, State.KEPT}),  # what was given up for lost may still come; it was never trained
         State.TRAINED: frozenset(),
         State.FILTERED: frozenset(),
         State.FAILED: frozenset(),

@@ -138,13 +138,13 @@ class TrackedSource:
         """Give groups back, entered as kept: whole, partial or as they were; `reason` says why, where that does not."""
         with self._lock:
             numbers = [group_id(group) if _is_group(group) else None for group in samples]
-            known = [(number, group) for number, group in zip(numbers, samples, strict=True) if number in self._out]
+            known = [(number, group) for number, group in zip(numbers, samples, strict=True) if self._may_come(number)]
             with self._errors():
                 self._inner.add_samples(samples)
             entries = [Entry(group=int(n or 0), state=State.KEPT, reason=reason or kind_of(group).name.lower()) for n, group in known]
             self.ledger.record(entries + self._take_given_up())
             for number, _ in known:
-                self._out.pop(int(number or 0))
+                self._out.pop(int(number or 0), None)
 
     def end_group(self, group: Group, state: State, reason: str) -> None:
         """A group that is out ends without being trained on: filtered, failed, stale or dropped."""
@@ -226,6 +226,10 @@ class TrackedSource:
     def gave_up(self, groups: Sequence[Group], state: State, reason: str) -> None:
         """From the data source, while it is asked for groups or given some: groups that its buffer does not keep any more."""
         self._given_up.append((groups, state, reason))
+
+    def _may_come(self, number: int | None) -> bool:
+        """Whether a group is out, or was given up for lost."""
+        return number in self._out or (number is not None and self.ledger.state(number) is State.DROPPED)
 
     def _take_given_up(self) -> list[Entry]:
         entries = []

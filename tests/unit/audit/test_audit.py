@@ -19,7 +19,7 @@ from vime.checkpoint import begin_commit, latest_commit
 from vime.cli.main import main
 from vime.rollout.data_source import RolloutDataSourceWithBuffer
 from vime.rollout.ledger import State
-from vime.rollout.tracking import TrackedSource
+from vime.rollout.tracking import OVERDUE_STEPS, TrackedSource
 from vime.utils.types import Sample
 
 SAVE_EVERY = 2
@@ -181,6 +181,24 @@ def test_groups_that_are_in_flight_at_a_commit_stand_in_it(run: MiniRun) -> None
     assert "is issued and has not ended, but the commit of step 4 (iter_0000004) does not hold it" in finding.text
     assert finding.place is not None
     assert finding.place.startswith(f"{run.args.prompt_data}:")
+
+
+def test_a_group_that_comes_back_after_it_counted_as_dropped_is_no_finding(run: MiniRun) -> None:
+    def give_back_late(source: TrackedSource) -> None:
+        (late,) = source.get_samples(1)
+        number, last = late[0].group_index, OVERDUE_STEPS + 3
+        for step in range(2, last):
+            run.step(source, step)
+        assert source.ledger.state(number) is State.DROPPED
+        source.add_samples([late])
+        run.commit(source, last - 1)
+        run.step(source, last)
+        assert source.ledger.state(number) is State.TRAINED
+
+    run.steps(2, then=give_back_late)
+    assert run.report.findings == []
+    run.steps(2)
+    assert run.report.findings == []
 
 
 BROKEN = {

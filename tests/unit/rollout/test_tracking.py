@@ -148,6 +148,20 @@ def test_a_group_that_nobody_returns_counts_as_dropped_and_may_still_come(args: 
     assert source.ledger.state(0) is State.TRAINED
 
 
+def test_a_group_that_is_given_back_after_it_counted_as_dropped_is_kept(args: Any, tmp_path: Path) -> None:
+    source = tracked(args, tmp_path / "run")
+    (group,) = source.get_samples(1)
+    source.begin_step(OVERDUE_STEPS + 1, trained_through=OVERDUE_STEPS)
+    assert source.ledger.state(0) is State.DROPPED
+    source.add_samples([done(group)])
+    assert source.ledger.live == {0: State.KEPT}
+    assert source.get_samples(1) == [group]
+    source.trained(group, step=OVERDUE_STEPS + 1)
+    found = rows(tmp_path / "run", "SELECT state, reason FROM events ORDER BY seq")
+    assert [state for state, _ in found] == ["issued", "dropped", "kept", "issued", "trained"]
+    assert found[2][1] == "finished"
+
+
 def test_what_the_buffer_gives_up_is_entered(args: Any, tmp_path: Path) -> None:
     args = make_args(
         hf_checkpoint=args.hf_checkpoint, prompt_data=args.prompt_data, n_samples_per_prompt=2, rollout_max_prompt_len=4,
