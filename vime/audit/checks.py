@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Collection, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,16 @@ from vime.errors import CheckpointError
 from vime.rollout.ledger import ENDS, MOVES, Mark, State
 from vime.rollout.tracking import DATA_SOURCE_FILE, MARK_FILE, group_id, read_mark
 
-__all__ = ["check_commits", "check_entries", "check_group", "check_metrics", "check_rows", "check_samples", "read_commits"]
+__all__ = [
+    "check_commits",
+    "check_entries",
+    "check_group",
+    "check_metrics",
+    "check_rows",
+    "check_samples",
+    "find_metrics",
+    "read_commits",
+]
 
 
 def check_entries(history: History) -> Iterator[Finding]:
@@ -209,22 +218,49 @@ def _compare_places(history: History, commit: SavedData) -> Iterator[Finding]:
         yield Finding(kind="impossible", text=what)
 
 
-def check_metrics(history: History, path: Path, committed: int | None) -> Iterator[Finding]:
-    """The steps of metrics.jsonl are those that the ledger trained, with as many samples. `committed`: the newest commit's step."""
-    logged = dict(_logged_steps(path))
+def find_metrics(history: History, folder: Path) -> list[Path]:
+    """metrics.jsonl of each life, whether it is there or not: of the folder that the life named, or of the run's where it came along."""
+    files = [Path(folder if named is None else named) / "metrics.jsonl" for named in history.log_dirs]
+    here = folder / "metrics.jsonl"
+    lives = {history.life_of(step) for step, _ in _logged_steps(here)} if here.is_file() else set()
+    moved = {files[life] for life in lives if life is not None and not files[life].is_file()}
+    return [here if file in moved else file for file in files]
+
+
+def check_metrics(history: History, files: Sequence[Path], committed: int | None) -> Iterator[Finding]:
+    """The steps of metrics.jsonl are those that the ledger trained, with as many samples.
+
+    Args:
+        files: that of each life; what is not there is not compared.
+        committed: the newest commit's step.
+    """
+    logs = {path: dict(_logged_steps(path)) for path in dict.fromkeys(files) if path.is_file()}
     query = """
         SELECT e.step, count(*) FROM events e JOIN outcomes o ON o.seq = e.seq
         WHERE e.undone_by IS NULL AND e.state = 'trained' AND o.state = 'trained' GROUP BY e.step
     """
     trained = dict(history.db.execute(query))
+    undone = {step for (step,) in history.db.execute("SELECT step FROM events WHERE undone_by IS NOT NULL AND state = 'trained'")}
+    to_come = {step for step in undone - trained.keys() if committed is None or step > committed}  # their lines stay until they run again
     begins = -1 if history.lost is None else history.lost.step
-    for step, count in logged.items():
-        if step > begins and count is not None and trained.get(step, 0) != count:
-            text = f"{path.name} says that {count:g} samples were trained at step {step}, the ledger {trained.get(step, 0)}"
+    missing: dict[Path, list[int]] = defaultdict(list)
+
+    def name(path: Path) -> str:
+        return path.name if len(logs) == 1 else str(path)
+
+    for step in sorted({*trained, *(step for steps in logs.values() for step in steps)}):
+        life = history.life_of(step)
+        path = None if life is None else files[life]  # what other folders hold of it, a resume undid
+        if path is None or path not in logs or step in to_come:
+            continue
+        if step not in logs[path]:
+            if step in trained and committed is not None and step <= committed:
+                missing[path].append(step)
+        elif step > begins and (count := logs[path][step]) is not None and trained.get(step, 0) != count:
+            text = f"{name(path)} says that {count:g} samples were trained at step {step}, the ledger {trained.get(step, 0)}"
             yield Finding(kind="disagreement", text=text)
-    missing = [step for step in trained if step not in logged and committed is not None and step <= committed]
-    if missing:
-        yield Finding(kind="disagreement", text=f"{path.name} lacks {ranges(missing, 'step')}, which the ledger trained")
+    for path, steps in missing.items():
+        yield Finding(kind="disagreement", text=f"{name(path)} lacks {ranges(steps, 'step')}, which the ledger trained")
 
 
 def _logged_steps(path: Path) -> Iterator[tuple[int, float | None]]:

@@ -74,8 +74,9 @@ class History:
         self.lives: list[tuple[int, str, int, int]] = db.execute("SELECT life, begun, step, seq FROM lives ORDER BY life").fetchall()
         query = "SELECT max(coalesce((SELECT max(seq) FROM draws), 0), coalesce((SELECT max(seq) FROM events), 0))"
         self.last_seq: int = db.execute(query).fetchone()[0]
-        row = db.execute("SELECT data FROM lives ORDER BY life DESC LIMIT 1").fetchone()
-        self.data: dict[str, Any] = {} if row is None else json.loads(row[0])
+        told = [json.loads(data) for (data,) in db.execute("SELECT data FROM lives ORDER BY life")]
+        self.data: dict[str, Any] = told[-1] if told else {}
+        self.log_dirs: list[str | None] = [data.get("log_dir") for data in told]  # of each life
 
     def groups(self) -> Iterator[GroupHistory]:
         """All groups, by id."""
@@ -112,6 +113,10 @@ class History:
         query = "SELECT state FROM events WHERE grp = ? AND seq <= ? AND undone_by IS NULL ORDER BY seq DESC LIMIT 1"
         row = self.db.execute(query, (group, seq)).fetchone()
         return row is not None and State(row[0]) in ENDS
+
+    def life_of(self, step: int) -> int | None:
+        """Number in `lives` of the start whose training of `step` stands: the last that went on before it."""
+        return next((number for number, life in reversed(list(enumerate(self.lives))) if life[2] < step), None)
 
     def place(self, group: int) -> str | None:
         """file:line of a group's prompt."""

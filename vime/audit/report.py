@@ -9,7 +9,16 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vime.audit.checks import check_commits, check_entries, check_group, check_metrics, check_rows, check_samples, read_commits
+from vime.audit.checks import (
+    check_commits,
+    check_entries,
+    check_group,
+    check_metrics,
+    check_rows,
+    check_samples,
+    find_metrics,
+    read_commits,
+)
 from vime.audit.history import Finding, History, open_history
 from vime.errors import CheckpointError
 from vime.rollout.ledger import ENDS, State
@@ -63,12 +72,10 @@ def audit(folder: Path) -> Report:
                 samples.update(str(end) for _, _, end in group.events[-1].ends)
         report.groups, report.samples = dict(groups), dict(samples)
         report.findings += [*check_samples(history), *check_rows(history), *check_commits(history, commits)]
-        metrics = Path(history.data.get("log_dir", folder)) / "metrics.jsonl"
-        metrics = metrics if metrics.is_file() else folder / "metrics.jsonl"  # the folder may have been moved
-        if metrics.is_file():
-            report.findings += check_metrics(history, metrics, committed)
-        else:
-            report.notes.append(f"there is no {metrics}, so the steps are not compared with it")
+        files = find_metrics(history, folder)
+        report.findings += check_metrics(history, files, committed)
+        for lost in dict.fromkeys(file for file in files if not file.is_file()):
+            report.notes.append(f"there is no {lost}, so the steps are not compared with it")
         return report
 
 

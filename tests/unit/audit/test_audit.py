@@ -30,7 +30,7 @@ class MiniRun:
     """The data's side of a run: the real source, ledger and commits; training and generating take no time."""
 
     def __init__(self, folder: Path, model: Path) -> None:
-        self.folder = folder
+        self.folder = self.log_dir = folder
         folder.mkdir()
         prompts = folder / "prompts.jsonl"
         rows = ["p0", "p1", "far too long", "p3", "p4", "p5", "p6"]
@@ -41,13 +41,14 @@ class MiniRun:
     def start(self) -> tuple[TrackedSource, int]:
         """(source, first step): from the newest commit, as a run's command does."""
         commit = latest_commit(self.folder)
-        folders: dict[str, Any] = {"run_dir": self.folder, "log_dir": self.folder, "load": commit.rollout if commit else None}
+        folders: dict[str, Any] = {"run_dir": self.folder, "log_dir": self.log_dir, "load": commit.rollout if commit else None}
         source = TrackedSource(RolloutDataSourceWithBuffer(self.args), "vime.rollout.data_source.RolloutDataSourceWithBuffer", **folders)
         return source, commit.rollout_id + 1 if commit else 0
 
     def steps(self, number: int, *, then: Callable[[TrackedSource], None] | None = None) -> None:
         """`number` further steps; `then` is what happens before it is killed."""
         source, first = self.start()
+        self.log_dir.mkdir(exist_ok=True)
         for step in range(first, first + number):
             self.step(source, step)
             if (step + 1) % SAVE_EVERY == 0:
@@ -66,7 +67,7 @@ class MiniRun:
         source.add_samples([surplus])
         source.trained([sample for group in batch for sample in group], step)
         line = {"step": step, "source": "step", **source.metrics()}
-        path = self.folder / "metrics.jsonl"
+        path = self.log_dir / "metrics.jsonl"
         kept = [old for old in (path.read_text().splitlines() if path.exists() else []) if json.loads(old)["step"] < step]
         path.write_text("".join(old + "\n" for old in [*kept, json.dumps(line)]))
 
@@ -249,6 +250,46 @@ def test_a_step_that_metrics_lack_is_named(run: MiniRun) -> None:
     path.write_text("".join(line + "\n" for line in path.read_text().splitlines()[:-1]) + '{"step": 9, "sou')
     (finding,) = run.report.findings
     assert str(finding) == "disagreement: metrics.jsonl lacks step 3, which the ledger trained"
+
+
+def test_a_run_whose_logs_went_to_another_folder_is_compared_with_all_of_them(run: MiniRun, tmp_path: Path) -> None:
+    logs = [tmp_path / name for name in ("first", "second", "first")]
+    for number, run.log_dir in zip((5, 3, 1), logs, strict=True):  # each but the last is killed after a step without a commit
+        run.steps(number)
+        assert run.report.findings == []
+    assert (run.report.resumed_after, run.report.notes) == ([3, 5], [])
+    path = tmp_path / "second" / "metrics.jsonl"
+    first, *_ = path.read_text().splitlines()
+    record = json.loads(first)
+    assert record["step"] == 4
+    path.write_text(json.dumps(record | {"ledger/trained_samples": 5.0}) + "\n")
+    assert [finding.text for finding in run.report.findings] == [
+        f"{path} says that 5 samples were trained at step 4, the ledger 6",
+        f"{path} lacks step 5, which the ledger trained",
+    ]
+    path.unlink()
+    assert (run.report.findings, run.report.notes) == ([], [f"there is no {path}, so the steps are not compared with it"])
+
+
+def test_a_start_that_was_killed_before_its_first_step_is_no_finding(run: MiniRun) -> None:
+    run.steps(5)
+    run.start()  # undoes step 4, whose line goes when the first step is near
+    assert run.report.findings == []
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_logs_that_were_moved_with_the_run_are_found(run: MiniRun, tmp_path: Path, goes_on: bool) -> None:
+    run.steps(4)
+    run.folder = run.log_dir = run.folder.rename(tmp_path / "moved")
+    if goes_on:
+        prompts = Path(run.args.prompt_data)  # which stay where they were
+        prompts.parent.mkdir()
+        shutil.copy(run.folder / prompts.name, prompts)
+        run.steps(2)
+    assert (run.report.findings, run.report.notes) == ([], [])
+    path = run.folder / "metrics.jsonl"
+    path.write_text("".join(line + "\n" for line in path.read_text().splitlines()[1:]))
+    assert [finding.text for finding in run.report.findings] == ["metrics.jsonl lacks step 0, which the ledger trained"]
 
 
 def test_a_torn_commit_is_named(run: MiniRun) -> None:
