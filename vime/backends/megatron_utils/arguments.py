@@ -242,7 +242,7 @@ def check_tokens(
             shape = model_shape(hf_checkpoint)
             ops = model_ops(shape, shape.vocab_size)
             check_hf_weights(hf_checkpoint, ops, shape)
-            problems += adapter_problems(lora, ops) if lora is not None else []
+            problems += adapter_problems(lora, ops, hf_checkpoint) if lora is not None else []
             implied = _with_shape(parser, explicit, args, shape, problems)
         except ConfigError as error:
             problems += error.problems

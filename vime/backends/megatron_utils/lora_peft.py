@@ -26,6 +26,7 @@ PLAIN = {  # what an adapter may say of itself: anything else changes the formul
     "peft_type": "LORA", "bias": "none", "use_rslora": False, "use_dora": False, "fan_in_fan_out": False, "rank_pattern": {},
     "alpha_pattern": {}, "modules_to_save": None, "layers_to_transform": None, "layer_replication": None, "target_parameters": None,
 }  # fmt: skip
+ADDED_TO_THE_BASE = ("gaussian", "eva", "orthogonal")  # the ways of PEFT to begin that leave the base's own weights as they are
 BASE = "base_digest"  # in the metadata of the tensors' file
 SAMPLES, SAMPLE_BYTES = 64, 4096  # of each file, for the digest
 
@@ -49,13 +50,15 @@ def adapter_settings(lora: LoraConfig, ops: Iterable[Op]) -> AdapterSettings:
     return AdapterSettings(rank=rank, alpha=2.0 * rank if alpha is None else alpha, dropout=lora.lora_dropout, targets=tuple(targets))
 
 
-def adapter_problems(lora: LoraConfig, ops: Sequence[Op]) -> list[str]:
-    """What keeps these adapters from this model, before anything is built."""
+def adapter_problems(lora: LoraConfig, ops: Sequence[Op], model: str | Path) -> list[str]:
+    """What keeps these adapters from the model in the folder `model`, before anything is built."""
     try:
         settings = adapter_settings(lora, ops)
         found = adapter_ops(ops, rank=settings.rank, targets=settings.targets)
         if lora.lora_load is not None:
-            PeftFolder(lora.lora_load).check(found)
+            folder = PeftFolder(lora.lora_load)
+            folder.check(found)
+            folder.check_base(model)
     except ConfigError as error:
         return error.problems
     except VimeError as error:
@@ -77,11 +80,6 @@ class PeftFolder:
         self._names = set(self._file.keys())
 
     @property
-    def base(self) -> str | None:
-        """`base_digest` of the model that it was trained on, where we wrote it."""
-        return (self._file.metadata() or {}).get(BASE)
-
-    @property
     def targets(self) -> list[str]:
         """The names of the layers with adapters, sorted."""
         ends = (FACTOR_A, FACTOR_B)
@@ -99,6 +97,14 @@ class PeftFolder:
             more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
             raise CheckpointError(f"{self._folder} holds other adapters than this model's: {'; '.join(problems[:5])}{more}.")
 
+    def check_base(self, model: str | Path) -> None:
+        """It was trained on the weights in the folder `model`; what others than we wrote does not say on which."""
+        if (self._file.metadata() or {}).get(BASE) not in (None, base_digest(model)):
+            raise CheckpointError(
+                f"the adapters in {self._folder} were trained on other weights than those in {model}: give --hf-checkpoint the model that "
+                "they are of."
+            )
+
     def tensor(self, name: str, shape: tuple[int, ...] = ()) -> torch.Tensor | None:
         """One factor by its name without PEFT's prefix; None where it is not there."""
         return self._file.get_tensor(PREFIX + name) if PREFIX + name in self._names else None
@@ -115,6 +121,12 @@ class PeftFolder:
         for key, plain in PLAIN.items():
             if (value := config.get(key, plain)) not in (plain, None):
                 raise CheckpointError(f"{path}: {key} {value!r} is not supported (only {plain!r}).")
+        begun = config.get("init_lora_weights")
+        if isinstance(begun, str) and begun.lower() not in ADDED_TO_THE_BASE:
+            raise CheckpointError(
+                f"{path}: init_lora_weights {begun!r} began by changing the base model's weights, which are not in the folder. Convert it "
+                "to a plain adapter with PEFT (save_pretrained with path_initial_model_for_weight_conversion)."
+            )
         return config
 
 

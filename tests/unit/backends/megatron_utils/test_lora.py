@@ -96,7 +96,7 @@ def test_layers_of_all_families_can_have_adapters(tmp_path: Path) -> None:
 
 
 def test_a_target_that_is_none_is_refused_with_the_nearest(tmp_path: Path) -> None:
-    problems = adapter_problems(LoraConfig(lora_rank=4, lora_target_modules=["q_prj", "lm_head"]), ops_in(tmp_path))
+    problems = adapter_problems(LoraConfig(lora_rank=4, lora_target_modules=["q_prj", "lm_head"]), ops_in(tmp_path), tmp_path)
     assert len(problems) == 2
     assert problems[1].startswith("--lora-target-modules q_prj: the model has no such linear layer. Did you mean q_proj?")
 
@@ -156,18 +156,45 @@ def test_folders_of_other_kinds_and_torn_ones_are_refused(tmp_path: Path) -> Non
     config, weights = folder / "adapter_config.json", folder / "adapter_model.safetensors"
     good, tensors = config.read_text(), load_file(weights)
     config.write_text(json.dumps(json.loads(good) | {"use_dora": True}))
-    assert re.search("use_dora True is not supported", adapter_problems(lora, ops)[0])
+    assert re.search("use_dora True is not supported", adapter_problems(lora, ops, tmp_path)[0])
     config.write_text("{")
-    assert re.search("it is no folder of a PEFT LoRA adapter", adapter_problems(lora, ops)[0])
+    assert re.search("it is no folder of a PEFT LoRA adapter", adapter_problems(lora, ops, tmp_path)[0])
     config.write_text(good)
     first, *rest = sorted(tensors)
     save_file({name: tensors[name] for name in rest} | {"more": torch.zeros(1)}, weights)
-    (problem,) = adapter_problems(lora, ops)
+    (problem,) = adapter_problems(lora, ops, tmp_path)
     assert f"'{first}' is missing" in problem
     assert "'more' belongs to no layer that is adapted" in problem
     weights.write_bytes(weights.read_bytes()[:100])
     with pytest.raises(CheckpointError, match="cannot be read"):
         PeftFolder(folder)
+
+
+def test_adapters_of_another_base_are_refused(tmp_path: Path) -> None:
+    ops = ops_in(tmp_path)
+    found = adapter_ops(ops, rank=RANK, targets=["q_proj"])
+    settings = AdapterSettings(rank=RANK, alpha=ALPHA, dropout=0.0, targets=("q_proj",))
+    factors, folder = random_factors(found), tmp_path / "adapter"
+    lora = LoraConfig(lora_rank=RANK, lora_load=str(folder))
+    for digest, problems in ((base_digest(tmp_path), 0), (None, 0), ("of another", 1)):  # PEFT's own say nothing of their base
+        write_peft(folder, settings, found, factors, base="somewhere", digest=digest)
+        said = adapter_problems(lora, ops, tmp_path)
+        assert len(said) == problems
+    assert re.search("--lora-load: the adapters in .* were trained on other weights than those in .*--hf-checkpoint", said[0])
+
+
+@pytest.mark.parametrize("how", ["pissa", "pissa_niter_16", "PiSSA", "olora", "corda", "loftq", "lora_ga"])
+def test_adapters_that_began_by_changing_the_base_are_refused(tmp_path: Path, how: str) -> None:
+    ops = ops_in(tmp_path)
+    config = written(tmp_path / "adapter", ops) / "adapter_config.json"
+    good = json.loads(config.read_text())
+    lora = LoraConfig(lora_rank=RANK, lora_load=str(config.parent))
+    for plain in (True, False, "gaussian", "eva", "orthogonal"):
+        config.write_text(json.dumps(good | {"init_lora_weights": plain}))
+        assert adapter_problems(lora, ops, tmp_path) == []
+    config.write_text(json.dumps(good | {"init_lora_weights": how}))
+    (said,) = adapter_problems(lora, ops, tmp_path)
+    assert f"init_lora_weights {how!r} began by changing the base model's weights" in said
 
 
 def test_the_digest_tells_base_models_apart(tmp_path: Path) -> None:

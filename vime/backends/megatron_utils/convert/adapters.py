@@ -12,7 +12,7 @@ from vime.backends.megatron_utils.convert.registry import model_ops, model_shape
 from vime.backends.megatron_utils.convert.transfer import check_hf_weights
 from vime.backends.megatron_utils.convert.writer import HFWriter, copy_small_files, own_folder
 from vime.backends.megatron_utils.lora_ops import FACTOR_A, FACTOR_B, WEIGHT, adapter_ops
-from vime.backends.megatron_utils.lora_peft import ADAPTER_FOLDER, PeftFolder, base_digest
+from vime.backends.megatron_utils.lora_peft import ADAPTER_FOLDER, PeftFolder
 from vime.errors import CheckpointError
 
 __all__ = ["adapters_to_hf"]
@@ -29,8 +29,7 @@ def adapters_to_hf(source: Path, target: Path, *, hf_folder: Path, shard_bytes: 
         raise CheckpointError(
             f"{source} holds adapters alone, and the weights that they stand on are not in {model}: give --hf-checkpoint."
         )
-    if adapter.base is not None and adapter.base != base_digest(model):
-        raise CheckpointError(f"the adapters in {source} were trained on other weights than those in {model}: give --hf-checkpoint.")
+    adapter.check_base(model)
     shape = model_shape(model)
     ops = model_ops(shape, shape.vocab_size)
     check_hf_weights(model, ops, shape)
