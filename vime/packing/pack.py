@@ -145,9 +145,9 @@ class PackedBatch:
                 raise ValueError(f"with_token_values: {name} has shape {tuple(packed[name].shape)}, expected {tuple(self.tokens.shape)}.")
         return replace(self, **packed)
 
-    def emptied(self) -> PackedBatch:
-        """Its first two tokens (or its only one) with nothing trained: weight 0 in every mean."""
-        cut = {f.name: getattr(self, f.name)[:2] for f in fields(self) if isinstance(getattr(self, f.name), torch.Tensor)}
+    def emptied(self, num_tokens: int = 2) -> PackedBatch:
+        """Its first `num_tokens` tokens (or all, where it has fewer) with nothing trained: weight 0 in every mean."""
+        cut = {f.name: getattr(self, f.name)[:num_tokens] for f in fields(self) if isinstance(getattr(self, f.name), torch.Tensor)}
         size = len(cut["tokens"])
         cut |= {name: torch.zeros_like(cut[name]) for name in ("loss_mask", "loss_weight", "sequence_ids")}
         cut |= {"position_ids": torch.arange(size, device=self.tokens.device), "cu_seqlens": self.cu_seqlens.new_tensor([0, size])}

@@ -145,3 +145,15 @@ def test_an_emptied_batch_is_two_tokens_with_nothing_trained() -> None:
     assert not batch.loss_weight.any()
     assert not len(batch.trained_rows)
     assert [values.shape for values in batch.gather(batch.labels)] == [(1,)]
+
+
+@pytest.mark.parametrize("parallel", [4, 8])
+def test_an_emptied_batch_keeps_a_token_for_each_rank_of_sequence_parallelism(parallel: int) -> None:
+    """Also of a pack that is padded to it."""
+    whole = pack([sample(1, 1, [1, 1])], PLAN, multiple_of=parallel)
+    batch = whole.emptied(parallel)
+    assert batch.num_tokens == len(batch.position_ids) == parallel
+    assert (batch.lengths, batch.response_lengths) == ((parallel,), (parallel - 1,))
+    assert batch.sequence_ids.tolist() == [0] * parallel
+    assert batch.cu_seqlens.tolist() == [0, parallel]
+    assert not batch.loss_weight.any()

@@ -42,7 +42,8 @@ def _run(
     if config.num_moe_experts is not None:
         share_of_losses(config, batches)
     if len(chunks) > 1:  # the interleaved schedule wants whole rounds of the pipeline
-        batches = [*batches, *[batches[-1].emptied()] * (-wanted % config.pipeline_model_parallel_size)]
+        size = max(2, config.tensor_model_parallel_size if config.sequence_parallel else 1)  # of which each rank takes a share
+        batches = [*batches, *[batches[-1].emptied(size)] * (-wanted % config.pipeline_model_parallel_size)]
     longest = max(packed.num_tokens for packed in batches)
     results = get_forward_backward_func()(
         forward_step_func=partial(_forward_step, use, whole),
