@@ -153,6 +153,12 @@ def _rollout(config: RunConfig) -> Iterator[str]:
             f"--max-weight-staleness {rollout.max_weight_staleness} generates while the trainer works, and --colocate lets them take turns "
             "on the same devices: leave one of them out."
         )
+    interval = config.weight_update.update_weights_interval
+    if interval > 1 and config.cluster.colocate and config.offloads_rollout and not debug.debug_rollout_only:
+        yield (
+            f"--update-weights-interval {interval} lets engines go on with the weights that they have, and with --colocate they forget "
+            "them while the trainer works: leave it out, or give --no-offload-rollout."
+        )
     if debug.debug_train_only and debug.debug_rollout_only:
         yield "--debug-train-only and --debug-rollout-only exclude each other."
     if debug.debug_train_only and ours:

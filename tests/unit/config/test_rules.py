@@ -80,6 +80,10 @@ def test_with_adapters_the_reference_needs_no_folder(valid):
         ({"prompt_data": "/nowhere.jsonl"}, "does not exist"),
         ({"device": "cuda"}, "not available yet"),
         ({"colocate": True}, "--colocate has no effect with --device cpu"),
+        (
+            {"device": "cuda", "colocate": True, "update_weights_interval": 2},
+            "--update-weights-interval 2 lets engines go on with the weights that they have, and with --colocate they forget them",
+        ),
         ({"device": "cuda", "offload_train": True}, "--offload-train has no effect without --colocate"),
         ({"rollout_num_gpus": 0}, "starts no engine"),
         ({"rollout_external_engine_addrs": ["8101"]}, "takes host:port, got '8101'"),
@@ -179,3 +183,8 @@ def test_details_go_into_one_folder_whose_braces_are_its_own():
 def test_recorded_rollouts_may_tell_an_engines_routing_on_a_cpu(valid):
     for values in ({"rollout_function_path": "a.b"}, {"load_debug_rollout_data": "r_{rollout_id}.jsonl", "rm_type": "math"}):
         check_rules(change(valid, use_rollout_routing_replay=True, **values))
+
+
+@pytest.mark.parametrize("values", [{"colocate": True, "offload_rollout": False}, {"colocate": True, "update_weights_interval": 1}, {}])
+def test_engines_that_keep_their_weights_need_not_get_them_after_each_step(valid, values):
+    check_rules(change(valid, **{"device": "cuda", "update_weights_interval": 2, **values}), planned=True)
