@@ -232,9 +232,11 @@ class RolloutManager(WatchedActor):
         return metrics, shown
 
     def save(self, path: str, step: int) -> None:
-        """Write the data's part of the commit of `step`: the data source's state, and the place in the ledger."""
-        with self._held():
-            self._source.save(path, step)
+        """Write the data's part of the commit of `step`: the data source's state, and the place in the ledger.
+
+        What is generated ahead goes on: the source is locked for the moment, and holds a copy of what is out.
+        """
+        self._source.save(path, step)
 
     def _source_errors(self, source_class: type) -> contextlib.AbstractContextManager[None]:
         return user_errors("--data-source-path", self._config.data.data_source_path, source_class)
@@ -342,7 +344,8 @@ class RolloutClient:
 
     def evaluate(self, rollout_id: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """The held-out files with the current weights."""
-        return self._call(self._manager.evaluate, rollout_id, phase="evaluation", deadline=self._deadline)
+        waits = 2 if self._config.runs_ahead else 1  # for a call of the user's rollout function that runs, then for its own
+        return self._call(self._manager.evaluate, rollout_id, phase="evaluation", deadline=waits * self._deadline)
 
     def save(self, path: str, step: int) -> None:
         """Write the data's part of the commit of `step`."""

@@ -289,6 +289,7 @@ def _plain(value: Any, where: str) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item, f"{where}[{position}]") for position, item in enumerate(value)]
     if isinstance(value, dict):
+        value = value.copy()  # a rollout function that runs ahead may write into the metadata meanwhile
         odd = next((key for key in value if not isinstance(key, str)), None)
         if odd is not None:
             raise DataError(f"{where} cannot be saved: key {odd!r} is no string. Use string keys in metadata.")

@@ -5,11 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from typing import Any
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from tests.unit.rollout.plugins import HERE
+from vime.config import RunConfig
+from vime.config.sections import RolloutConfig
+from vime.ray.rollout import RolloutClient
 
 # The manager sends its process's output to a log, so it lives in a process of its own; nothing of Ray is started.
 MANAGER = """
@@ -75,6 +80,53 @@ OTHERS = [
     # Ours: without --hf-checkpoint there is no tokenizer, which is the user's to mend, but not in a function.
     ({"data": ONE, "rollout": {"rollout_function_path": SFT}, "call": "generate"}, "CheckpointError", "--hf-checkpoint is not given"),
 ]
+
+
+SAVE_AHEAD = """
+import json, sys, threading
+from pathlib import Path
+from vime.config import RunConfig, sections as s
+from vime.ray.rollout import RolloutManager
+
+taken, saved = threading.Event(), threading.Event()
+
+def waits(args, rollout_id, data_source, evaluation=False):
+    groups = data_source.get_samples(1)
+    taken.set()
+    assert saved.wait(60.0)
+    return groups
+
+folder = Path(sys.argv[1])
+rollout = s.RolloutConfig(rollout_function_path="__main__.waits", max_weight_staleness=1, rollout_deadline=2.0)
+manager = RolloutManager(RunConfig(data=s.DataConfig(rollout_batch_size=1), rollout=rollout), str(folder), str(folder))
+manager.init(None)
+manager.begin(0, 2)
+manager._producing()
+assert taken.wait(60.0)
+manager.save(str(folder), -1)
+saved.set()
+manager.stop()
+"""
+
+
+def test_a_commit_does_not_wait_for_a_call_that_runs_ahead_and_holds_its_groups(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", SAVE_AHEAD, str(tmp_path)], timeout=120, check=True)
+    in_flight = json.loads((tmp_path / "ledger.json").read_text())["in_flight"]
+    assert [group[0]["group_index"] for group in in_flight] == [0]
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_an_evaluation_has_time_for_the_call_that_runs_ahead_and_for_its_own(staleness: int) -> None:
+    config = RunConfig(rollout=RolloutConfig(max_weight_staleness=staleness, rollout_deadline=1000.0))
+    deadlines: dict[str, float] = {}
+
+    def get(refs: Any, *, names: list[str], phase: str, deadline: float) -> list[Any]:
+        deadlines[phase] = deadline
+        return [None]
+
+    manager = SimpleNamespace(evaluate=SimpleNamespace(remote=lambda rollout_id: None))
+    RolloutClient(config, cast(Any, SimpleNamespace(get=get)), manager, []).evaluate(0)
+    assert deadlines["evaluation"] > (1 + staleness) * 1000.0
 
 
 @pytest.fixture(scope="module")
