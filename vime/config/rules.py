@@ -113,6 +113,12 @@ def _engines(config: RunConfig) -> Iterator[str]:
         )
     if addresses and file is not None:
         yield "--vllm-config starts engines, --rollout-external-engine-addrs names some that run already: leave one out."
+    faults, every = config.fault_tolerance.use_fault_tolerance, config.weight_update.update_weights_interval
+    if faults and every > 1 and config.num_engines == 1:
+        yield (
+            f"--use-fault-tolerance with one engine and --update-weights-interval {every}: between two syncs the trainer has gone on and "
+            "cannot send a replacement the weights again, so nothing would serve. Start two engines, or leave the interval out."
+        )
     policies = re.findall(r"--policy[ =](\S+)", " ".join(config.router_tokens))
     if policies[-1:] == ["power_of_two"]:
         for model in config.models:

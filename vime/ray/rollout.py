@@ -41,6 +41,7 @@ __all__ = ["Generated", "RolloutClient", "RolloutManager"]
 
 CHILD_POLL_SECONDS = 0.25
 CONTROL_SECONDS = 10.0  # of one control call to an engine
+DRAIN = "finishing what is in flight before a weight sync"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,6 +274,7 @@ class RolloutClient:
         self._config, self._supervisor, self._manager = config, supervisor, manager
         self.groups = groups  # one a model, the trained one's first; none with --debug-train-only
         self._init_ref: Any = None
+        self._draining: Any = None  # the manager's answer to `before_sync`, while it is awaited
         self.num_prompts = 0
 
     @classmethod
@@ -333,13 +335,34 @@ class RolloutClient:
         self._call(self._manager.begin, first_step, num_steps, phase="begin", deadline=60.0)
 
     def before_sync(self) -> None:
-        """Say that the engines will get new weights; returns when they may."""
-        if not self.groups[0].serves:  # what is in flight waits for an engine, which serves only after the sync
+        """Say that the engines will get new weights; returns when they may.
+
+        When no engine serves (any more), they may at once: what is in flight waits for one, which serves only after the sync, and is
+        finished under the new weights.
+        """
+        if not self.groups[0].serves:
             return
-        self._call(self._manager.before_sync, phase="finishing what is in flight before a weight sync", deadline=self._deadline)
+        self._draining = self._manager.before_sync.remote()
+        self._supervisor.wait_for(
+            lambda: not self.groups[0].serves or bool(ray.wait([self._draining], timeout=0)[0]),
+            peer=self.NAME,
+            phase=DRAIN,
+            deadline=self._deadline,
+            progress=lambda: "engines serve, and it has not answered",
+            refs=[self._draining],
+        )
+        if self.groups[0].serves:
+            self._drained()
+
+    def _drained(self) -> None:
+        """Wait for the manager to have finished what was in flight, where it was told to."""
+        if self._draining is not None:
+            ref, self._draining = self._draining, None
+            self._supervisor.get([ref], names=[self.NAME], phase=DRAIN, deadline=self._deadline)
 
     def weights_sent(self, version: int) -> None:
         """Say that the engines hold the weights of `version`."""
+        self._drained()
         self._call(self._manager.weights_sent, version, phase=f"weights of version {version}", deadline=60.0)
 
     def evaluate(self, rollout_id: int) -> tuple[dict[str, float], list[dict[str, Any]]]:

@@ -73,14 +73,22 @@ class Supervisor:
         return [self._value(ref, name_of[ref], phase) for ref in refs]
 
     def wait_for(
-        self, condition: Callable[[], bool], *, peer: str, phase: str, deadline: float, progress: Callable[[], str], cure: str = ""
+        self,
+        condition: Callable[[], bool],
+        *,
+        peer: str,
+        phase: str,
+        deadline: float,
+        progress: Callable[[], str],
+        cure: str = "",
+        refs: Sequence[Any] = (),
     ) -> None:
-        """Return once `condition()` is true, which what is done at each look makes it."""
+        """Return once `condition()` is true, which what is done at each look makes it, or that one of `refs` is there."""
         end = time.monotonic() + deadline
         while not condition():
             if time.monotonic() > end:
                 raise DeadlineError(peer=peer, phase=phase, seconds=deadline, progress=progress(), cure=cure)
-            self._look([], phase)
+            self._look(refs, phase)
 
     def _look(self, pending: Sequence[Any], phase: str) -> None:
         """Wait until something ends, POLL_SECONDS at most; deaths first: a dead child explains a failed call."""

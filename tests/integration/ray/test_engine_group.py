@@ -17,6 +17,7 @@ from vime.ray import engine_group
 from vime.ray.cluster import Cluster
 from vime.ray.engine_group import MOST_REPLACEMENTS, EngineGroup
 from vime.ray.process import WatchedActor
+from vime.ray.rollout import RolloutClient
 from vime.ray.supervisor import Supervisor
 from vime.types import WeightSyncReport
 
@@ -37,6 +38,20 @@ class Engine(WatchedActor):
 
     def stop(self):
         self._stopped.set()
+
+
+@ray.remote(num_cpus=0)
+class Manager:
+    """What is in flight is finished once somebody has opened the pipe `gate` for writing."""
+
+    def __init__(self, gate):
+        self._gate = gate
+
+    def before_sync(self):
+        Path(self._gate).read_bytes()
+
+    def weights_sent(self, version):
+        Path(f"{self._gate}.sent").write_text(str(version))
 
 
 @ray.remote(num_cpus=0)
@@ -131,6 +146,36 @@ def test_when_the_trainer_has_moved_on_the_replacement_joins_at_the_next_sync(st
     received = run.sync(4)
     assert received[0] == run.first[0]
     assert run.routed == [run.first[:1], received]
+
+
+def test_a_sync_that_waits_for_what_is_in_flight_goes_ahead_when_the_last_engine_dies(start, tmp_path):
+    run, gate = start(), tmp_path / "flight"
+    os.mkfifo(gate)
+    run.sync(3)
+    run.reports = [None, None]
+    client = RolloutClient(RunConfig(), run.supervisor, Manager.remote(str(gate)), [run.group])
+    run.kill(0)
+    run.kill(1)
+    client.before_sync()  # both serve still, as far as the driver knows
+    assert not run.group.serves
+    assert len(run.sync(4)) > 0
+    assert run.group.serves
+    gate.write_bytes(b"")
+    client.weights_sent(4)
+    assert (tmp_path / "flight.sent").read_text() == "4"
+
+
+def test_a_sync_waits_for_what_is_in_flight_while_an_engine_serves(start, tmp_path):
+    run, gate = start(), tmp_path / "flight"
+    os.mkfifo(gate)
+    run.sync(3)
+    manager = Manager.remote(str(gate))
+    client = RolloutClient(RunConfig(), run.supervisor, manager, [run.group])
+    opened = []
+    run.supervisor.on_look(lambda: opened or opened.append(gate.open("w").close()))
+    client.before_sync()
+    assert opened
+    client.weights_sent(4)
 
 
 def test_a_resend_that_a_sync_overtook_does_not_let_the_engine_serve(start, tmp_path):

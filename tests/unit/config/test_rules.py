@@ -29,6 +29,10 @@ def test_with_adapters_the_reference_needs_no_folder(valid):
     [
         ({"num_epoch": 1}, "one of --num-rollout"),
         (
+            {"use_fault_tolerance": True, "max_weight_staleness": 2, "update_weights_interval": 2, "rollout_num_gpus": 1},
+            "--use-fault-tolerance with one engine and --update-weights-interval 2",
+        ),
+        (
             {"use_rollout_routing_replay": True, "use_routing_replay": True},
             "--use-routing-replay has no effect with --use-rollout-routing-replay",
         ),
