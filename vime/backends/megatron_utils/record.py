@@ -33,6 +33,7 @@ from vime.backends.megatron_utils.measures import (
     positions_here,
     routes_of,
 )
+from vime.backends.megatron_utils.rollout_data import sample_columns
 from vime.backends.megatron_utils.step import forward_each
 from vime.capsule.folder import CONFIG, STATE, finish_capsule, partial_path
 from vime.capsule.results import Item, ParameterRows, SampleRows, in_order, items_of_samples, save_items
@@ -316,17 +317,7 @@ class StepRecord(StepObserver):
         """The file of --save-debug-train-data: slime's names, one list entry a sample; read it with torch.load(weights_only=True)."""
         path = Path(str(self._config.train_dump).format(rollout_id=self._batch.rollout_id))
         plain = [one.sample for one in samples]
-        data: dict[str, list[Any]] = {
-            "tokens": [torch.tensor(s.tokens) for s in plain],
-            "total_lengths": [s.length for s in plain],
-            "response_lengths": [s.response_length for s in plain],
-            "loss_masks": [torch.tensor(s.loss_mask) for s in plain],
-            "rewards": [s.reward for s in plain],
-            "raw_reward": [s.raw_reward for s in plain],
-            "truncated": [int(s.truncated) for s in plain],
-            "sample_indices": [s.sample_id for s in plain],
-            "group_indices": [s.group_id for s in plain],
-            "rollout_ids": [s.rollout_id for s in plain],
+        data: dict[str, list[Any]] = sample_columns(plain) | {
             "optimizer_steps": [int(one.rows[PLACE][0]) for one in samples],
         }
         old = OLD if all(OLD in one.rows for one in samples) else POLICY

@@ -11,9 +11,9 @@ import torch
 from vime.errors import HookError
 from vime.hooks import hook_errors
 from vime.packing.pack import PackedBatch
-from vime.types import FILLER_ID, TrainBatch
+from vime.types import FILLER_ID, TrainBatch, TrainSample
 
-__all__ = ["TOKEN_VALUES", "Plans", "postprocessed", "rollout_data", "shown_samples", "with_masks"]
+__all__ = ["TOKEN_VALUES", "Plans", "postprocessed", "rollout_data", "sample_columns", "shown_samples", "with_masks"]
 
 Plans = list[list[PackedBatch]]  # optimizer steps, each of micro-batches
 TOKEN_VALUES = {  # a field of PackedBatch -> its name in slime's rollout_data
@@ -34,14 +34,9 @@ def shown_samples(batch: TrainBatch) -> list[int]:
     return [place for place, sample in enumerate(batch.samples) if sample.sample_id != FILLER_ID]
 
 
-def rollout_data(batch: TrainBatch, plans: Plans) -> dict[str, Any]:
-    """One list a name, with an entry for each sample of this data-parallel rank that is no filler; per-token values are [R] tensors.
-
-    The names of TOKEN_VALUES are there when the packs have them.
-    """
-    shown = shown_samples(batch)
-    samples = [batch.samples[place] for place in shown]
-    data: dict[str, Any] = {
+def sample_columns(samples: Sequence[TrainSample]) -> dict[str, list[Any]]:
+    """What `samples` say of themselves under slime's names, one entry each; tokens and masks are tensors [T] and [R]."""
+    return {
         "tokens": [torch.tensor(s.tokens) for s in samples],
         "response_lengths": [s.response_length for s in samples],
         "total_lengths": [s.length for s in samples],
@@ -52,8 +47,17 @@ def rollout_data(batch: TrainBatch, plans: Plans) -> dict[str, Any]:
         "sample_indices": [s.sample_id for s in samples],
         "group_indices": [s.group_id for s in samples],
         "rollout_ids": [s.rollout_id for s in samples],
-        "metadata": [s.metadata for s in samples],
     }
+
+
+def rollout_data(batch: TrainBatch, plans: Plans) -> dict[str, Any]:
+    """One list a name, with an entry for each sample of this data-parallel rank that is no filler; per-token values are [R] tensors.
+
+    The names of TOKEN_VALUES are there when the packs have them.
+    """
+    shown = shown_samples(batch)
+    samples = [batch.samples[place] for place in shown]
+    data = sample_columns(samples) | {"metadata": [s.metadata for s in samples]}
     for ours, slimes in TOKEN_VALUES.items():
         values = per_sample(batch, plans, ours)
         if values is not None:
